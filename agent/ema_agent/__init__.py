@@ -1,0 +1,1 @@
+"""The node daemon: owns lent memory and moves all bytes."""

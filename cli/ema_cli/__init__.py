@@ -1,0 +1,1 @@
+"""The `ema` command: a node or a laptop, and later a cluster."""

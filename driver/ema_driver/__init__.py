@@ -1,0 +1,1 @@
+"""Memory drivers: one Protocol (`ema_driver.protocol`) and its implementations."""
