@@ -1,0 +1,1 @@
+"""EMA client: borrow memory of idle GPUs in the same server."""
