@@ -1,4 +1,4 @@
-"""What a plan is: a list of amounts to grant, move and drop. `ema_core.policy.plan` makes one; the agent carries it out."""
+"""What a plan is: amounts to grant, move and drop. `ema_core.policy.plan` makes one, the agent carries it out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,15 +1,15 @@
 """The one interface to memory: what EMA needs of a GPU driver, and no more.
 
-Two implementations pass one contract suite (`tests/driver`): `sim`, simulated GPUs with real bytes and real descriptors,
-and the CUDA driver. The words are CUDA's: physical memory is *created* at a place and named by a *handle*; an *address*
+Two implementations pass one contract suite (`tests/driver`): `sim`, simulated GPUs with real bytes and descriptors, and
+the CUDA driver. The words are CUDA's: physical memory is *created* at a place and named by a *handle*; an *address*
 range is reserved and memory is *mapped* into it; *streams* run operations in order without the caller's CPU.
 
 Rules that every implementation keeps:
 
-- A handle can be exported as a POSIX descriptor and imported by another process. Physical memory is free again only when
-  every handle, every mapping and every descriptor of it, in every process, is gone.
-- What is mapped behind an address may change while operations that name the address are queued: each operation uses what
-  is mapped when it runs. One that runs while nothing is mapped there is a fault: the session is lost (`ContextLost`).
+- A handle can be exported as a POSIX descriptor and imported by another process. Physical memory is free again only
+  when every handle, every mapping and every descriptor of it, in every process, is gone.
+- What is mapped behind an address may change while operations that name the address are queued: each operation uses
+  what is mapped when it runs. One that runs while nothing is mapped there is a fault: the session is lost (`ContextLost`).
 - Calls that take sequences do all of it or, on an error, undo what they did before they raise.
 - No call blocks behind a stream's queued operations, except those that say so.
 - A session may be used from several threads.
@@ -99,7 +99,7 @@ class Handle(Protocol):
 
 
 class Words(Protocol):
-    """A page of 32-bit words that host code of several processes and streams read and write; sealed against resizing."""
+    """A page of 32-bit words, sealed against resizing, that streams and host code of several processes share."""
 
     @property
     def count(self) -> int:
@@ -231,7 +231,10 @@ class MemoryDriver(Protocol):
         ...
 
     def adopt(self, fd: int, size: int) -> Handle:
-        """Import memory from a descriptor of `size` bytes (verified); `fd` stays the caller's to close. Raises InvalidUse."""
+        """Import memory of `size` bytes (verified) from a descriptor, which stays the caller's to close.
+
+        Raises InvalidUse if it is no memory of this driver or of another size.
+        """
         ...
 
     def release(self, handles: Sequence[Handle]) -> None:
