@@ -9,7 +9,8 @@ Rules that every implementation keeps:
 - A handle can be exported as a POSIX descriptor and imported by another process. Physical memory is free again only
   when every handle, every mapping and every descriptor of it, in every process, is gone.
 - What is mapped behind an address may change while operations that name the address are queued: each operation uses
-  what is mapped when it runs. One that runs while nothing is mapped there is a fault: the session is lost (`ContextLost`).
+  what is mapped when it runs. One that runs while nothing is mapped there is a fault: the session is lost
+  (`ContextLost`).
 - Calls that take sequences do all of it or, on an error, undo what they did before they raise.
 - No call blocks behind a stream's queued operations, except those that say so.
 - A session may be used from several threads.
