@@ -1,0 +1,246 @@
+"""What is mapped behind chunk addresses: the blocking driver work of granting, moving, dropping and giving back.
+
+Everything here runs on a worker thread and touches neither ledger nor sockets. Each function leaves a chunk either as it
+was or fully changed; on return the gates of changed chunks are open unless said otherwise. Order within a reclaim: close
+the gates, be certain, unmap and release (the lender has its bytes now), map the new place, open.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ema_agent.gates import Gate, Gates
+from ema_agent.ledger import Chunk
+from ema_core.ids import HOST, GpuId, Place
+from ema_driver.errors import DriverError
+from ema_driver.protocol import Address, Copy, Handle, MemoryDriver
+
+PATIENCE: Final = 5.0
+"""Seconds that a copy under way may take before its link is given up as sick."""
+COPY_LIMIT: Final = 60.0
+"""Seconds for one batch of copies."""
+
+
+class Stuck(DriverError):
+    """A copy under way did not end: its link or device hangs, and the chunk cannot be touched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """Memory that nobody uses yet, mapped at a new address."""
+
+    address: Address
+    handle: Handle
+    gate: Gate
+
+
+class Backing:
+    """Creates and swaps the memory of chunks through one driver session."""
+
+    def __init__(self, driver: MemoryDriver, gates: Gates, home: GpuId) -> None:
+        self._driver = driver
+        self.gates = gates
+        self._home = home
+        self._spare: dict[int, list[Handle]] = {}
+        """Host memory by size, kept because taking it costs 0.28 s per GiB."""
+        self._scratch: dict[str, Handle] = {}
+
+    # --- making ------------------------------------------------------------------------------------------------------
+
+    def fresh(self, place: Place, size: int, count: int) -> list[Fresh]:
+        """Memory for `count` chunks at a place, mapped and open. Raises OutOfMemory, DeviceLost; then nothing is kept."""
+        driver = self._driver
+        made: list[Fresh] = []
+        try:
+            for _ in range(count):
+                handle = self._zeroed(place, size)
+                address = driver.reserve(size)
+                made.append(Fresh(address, handle, self.gates.new()))
+            driver.map([(f.address, f.handle) for f in made])
+        except DriverError:
+            driver.release([f.handle for f in made])
+            driver.unreserve([f.address for f in made])
+            for f in made:
+                self.gates.give_back(f.gate)
+            raise
+        self.gates.open([f.gate for f in made])
+        return made
+
+    def discard(self, fresh: Sequence[Fresh]) -> None:
+        """Give memory back that nobody came to use."""
+        self._driver.unmap([f.address for f in fresh])
+        self._driver.unreserve([f.address for f in fresh])
+        self._driver.release([f.handle for f in fresh])
+        for f in fresh:
+            self.gates.give_back(f.gate)
+
+    def host(self, size: int) -> Handle:
+        """Host memory of one chunk: a spare one, or a new one. Its bytes are anybody's: overwrite all of it first."""
+        spare = self._spare.get(size)
+        return spare.pop() if spare else self._driver.create(HOST, size)
+
+    def keep_host(self, handle: Handle) -> None:
+        """Keep host memory for the next chunk."""
+        self._spare.setdefault(handle.size, []).append(handle)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Host memory kept for later."""
+        return sum(size * len(handles) for size, handles in self._spare.items())
+
+    # --- taking ------------------------------------------------------------------------------------------------------
+
+    def take(self, chunks: Sequence[Chunk]) -> None:
+        """Close the gates and be certain. Raises Stuck (gates stay closed) if a copy under way does not end."""
+        if self.gates.take([c.gate for c in chunks], PATIENCE):
+            raise Stuck("a copy under way did not end: its link hangs")
+
+    def to_twin(self, chunks: Sequence[Chunk]) -> None:
+        """Taken chunks whose twin is true: the GPU's bytes go first, then the twin appears at the same address."""
+        driver = self._driver
+        driver.unmap([c.address for c in chunks])
+        driver.release([c.handle for c in chunks])
+        driver.map([(c.address, c.twin) for c in chunks if c.twin is not None])
+        for c in chunks:
+            assert c.twin is not None
+            c.handle, c.twin = c.twin, None
+
+    def copy_to(self, chunks: Sequence[Chunk], target: Place) -> None:
+        """Taken chunks: their bytes are copied to new memory at `target`, which then appears at the same addresses.
+
+        On a way up from host memory the host copy is kept as the twin. Raises OutOfMemory or DeviceLost with nothing
+        changed.
+        """
+        driver = self._driver
+        new: list[Handle] = []
+        stage: list[Address] = []
+        try:
+            for c in chunks:
+                new.append(self._for_copy(c, target))
+                stage.append(driver.reserve(c.size))
+            driver.map(list(zip(stage, new, strict=True)))
+        except DriverError:
+            self._undo(chunks, new, stage)
+            raise
+        stream = driver.stream(self._stream_home(chunks[0].place, target))
+        try:
+            stream.enqueue([Copy(int(s), int(c.address), c.size) for s, c in zip(stage, chunks, strict=True)])
+            arrived = stream.synchronize(COPY_LIMIT)
+        except DriverError:
+            driver.unmap(stage)
+            self._undo(chunks, new, stage)
+            raise
+        finally:
+            stream.close()
+        if not arrived:
+            raise Stuck(f"a copy to {target} did not end in {COPY_LIMIT:.0f} s")
+        driver.unmap([*stage, *(c.address for c in chunks)])
+        driver.unreserve(stage)
+        old = [c.handle for c in chunks]
+        driver.release([h for h in old if h.place != HOST])
+        driver.map([(c.address, h) for c, h in zip(chunks, new, strict=True)])
+        for c, h in zip(chunks, new, strict=True):
+            previous, c.handle = c.handle, h
+            if h is c.twin:
+                c.twin = None
+            if previous.place == HOST and c.droppable:
+                self.keep_host(previous)
+            elif previous.place == HOST:
+                c.twin = previous
+                c.gate.mark_clean()
+
+    def to_scratch(self, chunks: Sequence[Chunk], owner: str) -> None:
+        """Taken chunks are given up: scratch memory of their own lease appears at their addresses."""
+        driver = self._driver
+        driver.unmap([c.address for c in chunks])
+        driver.release([c.handle for c in chunks if c.handle.place != HOST])
+        for c in chunks:
+            if c.handle.place == HOST:
+                self.keep_host(c.handle)
+            if c.twin is not None:
+                self.keep_host(c.twin)
+                c.twin = None
+            c.handle = self._scratch_of(owner, c.size)
+        driver.map([(c.address, c.handle) for c in chunks])
+
+    def give_back(self, chunks: Sequence[Chunk], scratch_owner: str) -> None:
+        """Taken chunks that no queued operation names any more: all of their memory and addresses are free again."""
+        driver = self._driver
+        scratch = {id(h) for key, h in self._scratch.items() if key.startswith(f"{scratch_owner}/")}
+        driver.unmap([c.address for c in chunks])
+        driver.release([c.handle for c in chunks if c.handle.place != HOST])
+        driver.unreserve([c.address for c in chunks])
+        for c in chunks:
+            if c.handle.place == HOST and id(c.handle) not in scratch:
+                self.keep_host(c.handle)
+            if c.twin is not None:
+                self.keep_host(c.twin)
+                c.twin = None
+            self.gates.give_back(c.gate)
+
+    def forget_scratch(self, owner: str) -> None:
+        """The lease has ended: its scratch memory goes."""
+        keys = [k for k in self._scratch if k.startswith(f"{owner}/")]
+        self._driver.release([self._scratch.pop(k) for k in keys])
+
+    def trim(self, keep: int) -> None:
+        """Give spare host memory back beyond `keep` bytes."""
+        for handles in self._spare.values():
+            while handles and self.spare_bytes > keep:
+                self._driver.release([handles.pop()])
+
+    # --- copying to a twin, with the gate open -----------------------------------------------------------------------
+
+    def make_twin(self, chunk: Chunk) -> bool:
+        """Copy a lent chunk to host memory while it stays in use. False if a store came between: the twin is untrue."""
+        driver = self._driver
+        if not self.gates.clear_dirty(chunk.gate):
+            return False
+        twin = chunk.twin or self.host(chunk.size)
+        stage = driver.reserve(chunk.size)
+        driver.map([(stage, twin)])
+        stream = driver.stream(self._stream_home(chunk.place, HOST))
+        try:
+            stream.enqueue([Copy(int(stage), int(chunk.address), chunk.size)])
+            if not stream.synchronize(COPY_LIMIT):
+                raise Stuck(f"a copy to host memory did not end in {COPY_LIMIT:.0f} s")
+        finally:
+            stream.close()
+        driver.unmap([stage])
+        driver.unreserve([stage])
+        if chunk.gate.dirty:
+            if chunk.twin is None:
+                self.keep_host(twin)
+            return False
+        chunk.twin = twin
+        return True
+
+    # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _zeroed(self, place: Place, size: int) -> Handle:
+        # Spare host memory holds another lease's bytes, so it is exchanged for new memory, not handed out.
+        if place == HOST and (spare := self._spare.get(size)):
+            self._driver.release([spare.pop()])
+        return self._driver.create(place, size)
+
+    def _for_copy(self, chunk: Chunk, target: Place) -> Handle:
+        if target != HOST:
+            return self._driver.create(target, chunk.size)
+        return chunk.twin or self.host(chunk.size)
+
+    def _undo(self, chunks: Sequence[Chunk], new: Sequence[Handle], stage: Sequence[Address]) -> None:
+        self._driver.unreserve(stage)
+        for c, h in zip(chunks, new, strict=False):
+            if h.place != HOST:
+                self._driver.release([h])
+            elif h is not c.twin:
+                self.keep_host(h)
+
+    def _scratch_of(self, owner: str, size: int) -> Handle:
+        key = f"{owner}/{size}"
+        if key not in self._scratch:
+            self._scratch[key] = self._driver.create(HOST, size)
+        return self._scratch[key]
+
+    def _stream_home(self, *places: Place) -> GpuId:
+        return next((GpuId(p) for p in places if p != HOST), self._home)

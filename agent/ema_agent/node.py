@@ -1,0 +1,94 @@
+"""The node as the policy sees it: what each GPU has, what others use of it, which paths are verified.
+
+`used` is what the driver shows in use, less what we hold there ourselves, plus what a share was promised and has not
+taken yet. While our own memory at a place is changing on a worker thread the two readings do not fit together; then the
+last good one stands.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from ema_core.ids import HOST, GpuId, Place
+from ema_core.state import Gpu
+from ema_driver.protocol import Device, MemoryDriver, MemoryInfo
+
+
+class Node:
+    """GPUs, their memory and their verified paths. Belongs to the agent's loop."""
+
+    def __init__(self, driver: MemoryDriver) -> None:
+        self._driver = driver
+        self.devices: dict[GpuId, Device] = {}
+        self.paths: dict[tuple[Place, Place], int] = {}
+        self.barred: dict[tuple[Place, Place], str] = {}
+        """Pairs that must not be used, with the reason."""
+        self.skipped: dict[GpuId, str] = {}
+        """GPUs that cannot serve, with the reason."""
+        self.unhealthy: dict[GpuId, str] = {}
+        self.draining: set[Place] = set()
+        self.memory: Mapping[Place, MemoryInfo] = {}
+        self.ours: dict[Place, int] = defaultdict(int)
+        """Bytes of chunks that we hold physically at each place."""
+        self.promised: dict[GpuId, int] = defaultdict(int)
+        """Bytes that shares were promised and have not mapped yet."""
+        self._changing: dict[Place, int] = defaultdict(int)
+        self._used: dict[GpuId, int] = {}
+
+    def discover(self) -> None:
+        """Read devices anew. Identity is the UUID, and the order is the UUIDs' own, whatever the enumeration."""
+        self.devices = {d.id: d for d in sorted(self._driver.devices(), key=lambda d: d.id)}
+
+    def observe(self) -> None:
+        """Read memory of all places."""
+        changing = {p for p, n in self._changing.items() if n}
+        self.memory = self._driver.memory()
+        changing |= {p for p, n in self._changing.items() if n}
+        for gpu in self.devices:
+            info = self.memory.get(gpu)
+            if info is None:
+                self.skipped.setdefault(gpu, "its memory query gives no plausible answer")
+                continue
+            self.skipped.pop(gpu, None)
+            if gpu not in changing:
+                self._used[gpu] = max(0, info.used - self.ours[gpu])
+
+    @contextmanager
+    def changing(self, places: Iterable[Place]) -> Iterator[None]:
+        """While our own memory at these places changes on a worker thread."""
+        places = set(places)
+        for p in places:
+            self._changing[p] += 1
+        try:
+            yield
+        finally:
+            for p in places:
+                self._changing[p] -= 1
+
+    def used(self, gpu: GpuId) -> int:
+        """Bytes of the GPU that anybody but us uses or was promised."""
+        return self._used.get(gpu, 0) + self.promised[gpu]
+
+    def free(self, gpu: GpuId) -> int:
+        """Bytes that the driver shows free now."""
+        info = self.memory.get(gpu)
+        return 0 if info is None else info.free
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Every GPU that answers, as a possible lender."""
+        found = []
+        for gpu in self.devices:
+            info = self.memory.get(gpu)
+            if info is None:
+                continue
+            healthy = gpu not in self.unhealthy
+            found.append(Gpu(gpu, info.total, info.reserved, self.used(gpu), lends=True, healthy=healthy))
+        return tuple(found)
+
+    def rate(self, source: Place, target: Place) -> int:
+        """Bytes per second from a place to a GPU; 0 where the pair is barred."""
+        return self.paths.get((source, target), 0)
+
+    def best_rate(self, gpu: GpuId) -> int:
+        """Rate of the fastest verified path to this GPU."""
+        return max((r for (s, t), r in self.paths.items() if t == gpu and s != HOST), default=self.rate(HOST, gpu))

@@ -1,0 +1,322 @@
+"""The steward carries plans out: it looks at the node, asks the policy what to do, and moves memory until nothing is left.
+
+It runs on the agent's loop and owns the ledger; driver work goes to worker threads (`backing`). Chunks on their way count
+where they will be, and granted chunks count before their memory is made, so planning again in the middle is always right.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeVar
+
+from ema_agent.backing import Backing, Stuck
+from ema_agent.ledger import Chunk, Lease, Ledger, Region, State
+from ema_agent.node import Node
+from ema_core.ids import HOST, LeaseId, Place, PoolName
+from ema_core.plan import Cause, Drop, Grant, Move, Plan, Waiting
+from ema_core.policy import plan
+from ema_core.state import NodeState, PoolPolicy
+from ema_driver.errors import DriverError
+
+T = TypeVar("T")
+BATCH: Final = 8
+"""Chunks of one dirty batch: the lender sees bytes come back while the rest is still copied."""
+WORKERS: Final = 4
+
+OWN_CAUSES: Final = frozenset({Cause.HEADROOM, Cause.LIMIT, Cause.DRAIN, Cause.HEALTH})
+"""Causes on the lender's side: their duration is a promise to the lender."""
+
+
+class Listener(Protocol):
+    """Who hears what happened to leases: the sessions and the metrics."""
+
+    def moved(self, lease: Lease, region: Region, size: int) -> None:
+        """Bytes of a region changed place."""
+
+    def dropped(self, lease: Lease, region: Region, chunks: Sequence[int]) -> None:
+        """Chunks are about to be dropped; called while their gates are still closed."""
+
+    def lost(self, lease: Lease, region: Region, chunks: Sequence[int], cause: str) -> None:
+        """Chunks are gone with their GPU; their gates stay closed."""
+
+    def granted(self, lease: Lease, region: Region) -> None:
+        """The memory of a promise has arrived."""
+
+    def reclaimed(self, record: "Reclaim") -> None:
+        """Bytes were taken from where they were."""
+
+    def planned(self, outcome: Plan, seconds: float) -> None:
+        """A plan was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaim:
+    """One batch that was taken from a place."""
+
+    lease: LeaseId
+    source: Place
+    target: Place | None
+    """None: dropped."""
+    size: int
+    cause: Cause
+    clean: bool
+    seconds: float
+    """From the decision until the driver had the bytes back."""
+
+
+class Steward:
+    """Plans and carries out."""
+
+    def __init__(self, node: Node, ledger: Ledger, backing: Backing, listener: Listener) -> None:
+        self.node, self.ledger, self.backing, self.listener = node, ledger, backing, listener
+        self.pools: dict[PoolName, PoolPolicy] = {}
+        self.waiting: dict[LeaseId, Waiting] = {}
+        self.entitlement: dict[LeaseId, int] = {}
+        self.overdue: dict[tuple[LeaseId, Place], int] = {}
+        self._wake = asyncio.Event()
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="ema-move")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._leaving: dict[Place, set[asyncio.Task[None]]] = defaultdict(set)
+        self.passed_over = False
+        """The last plan wanted chunks that a worker thread was copying just then: plan again when that ends."""
+        self.settled = asyncio.Event()
+        """Set whenever a plan found nothing to do and nothing is under way."""
+
+    def wake(self) -> None:
+        """Something changed: plan soon."""
+        self.settled.clear()
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Plan whenever woken, until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            self.node.observe()
+            if self.round().empty and not self._tasks and not self._wake.is_set():
+                self.settled.set()
+
+    async def stop(self) -> None:
+        """Wait for what is under way."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._workers.shutdown(wait=True)
+
+    async def in_thread(self, work: Callable[..., T], *args: object) -> T:
+        """Run blocking driver work on a worker thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, lambda: work(*args))
+
+    def state(self) -> NodeState:
+        """The node at this moment."""
+        return NodeState(
+            gpus=self.node.gpus(),
+            paths=dict(self.node.paths),
+            leases=self.ledger.policy_leases(),
+            draining=frozenset(self.node.draining),
+        )
+
+    def round(self) -> Plan:
+        """Plan once and start carrying it out."""
+        now = time.monotonic()
+        outcome = plan(self.state(), tuple(self.pools.values()), now)
+        self.listener.planned(outcome, time.monotonic() - now)
+        self.waiting = {w.lease: w for w in outcome.waiting}
+        self.entitlement = dict(outcome.entitlement or {})
+        self.overdue = {(o.lease, o.place): o.size for o in outcome.overdue}
+        self._start_moves(outcome.moves, now)
+        self._start_drops(outcome.drops, now)
+        self._start_grants(outcome.grants, now)
+        return outcome
+
+    # --- moves -------------------------------------------------------------------------------------------------------
+
+    def _start_moves(self, moves: Iterable[Move], now: float) -> None:
+        self.passed_over = False
+        for move in moves:
+            chunks = self.ledger.pick(move.lease, move.source, move.size, droppable=move.droppable)
+            self.passed_over |= sum(c.size for c in chunks) < move.size
+            if not chunks:
+                continue
+            if move.cause is not Cause.PROMOTE:
+                chunks[0].lease.reclaimed_at = now
+            clean = [c for c in chunks if c.state is State.CLEAN]
+            dirty = [c for c in chunks if c.state is not State.CLEAN]
+            for c in chunks:
+                self.ledger.become(c, State.MOVING, place=move.target)
+            self._start(move.source, self._relocate(clean, dirty, move, now))
+
+    async def _relocate(self, clean: list[Chunk], dirty: list[Chunk], move: Move, decided: float) -> None:
+        backing, node = self.backing, self.node
+        if clean:
+            # The twin is there already: the lender has its bytes back before anything is copied.
+            with node.changing({move.source}):
+                freed, stored = await self.in_thread(self._to_twin, clean)
+                self._held(move.source, -sum(c.size for c in freed))
+            self._record(move, freed, decided, clean=True)
+            dirty = stored + dirty
+            if move.target == HOST:
+                self._arrived(freed, State.HOST, HOST)
+            else:
+                await self._carry(freed, move, HOST)
+        for first in range(0, len(dirty), BATCH):
+            batch = dirty[first : first + BATCH]
+            if await self._carry(batch, move, move.source):
+                self._record(move, batch, decided, clean=False)
+        backing.trim(self._spare_limit())
+
+    def _to_twin(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+        """On a worker: chunks that went to their twin, and those that a store had made dirty again (gates open)."""
+        backing = self.backing
+        backing.take(chunks)
+        true = [c for c in chunks if c.twin is not None and not c.gate.dirty]
+        untrue = [c for c in chunks if c.twin is None or c.gate.dirty]
+        if true:
+            backing.to_twin(true)
+        backing.gates.open([c.gate for c in chunks])
+        return true, untrue
+
+    async def _carry(self, batch: list[Chunk], move: Move, source: Place) -> bool:
+        """Copy a batch to the target; on failure it stays, or goes, where it is safe. True if it arrived."""
+        if not batch:
+            return False
+        try:
+            with self.node.changing({source, move.target}):
+                await self.in_thread(self._copy, batch, move.target)
+                self._held(source, -sum(c.size for c in batch))
+                self._held(move.target, sum(c.size for c in batch))
+        except Stuck as error:
+            self.node.barred[source, move.target] = str(error)
+            self.node.paths.pop((source, move.target), None)
+            return False
+        except DriverError:
+            # The target filled up or went away under us. The bytes are where they were; the next plan sees that.
+            self._arrived(batch, State.HOST if source == HOST else State.DIRTY, source)
+            self.wake()
+            return False
+        twins = State.CLEAN if source == HOST and not batch[0].droppable else State.DIRTY
+        self._arrived(batch, State.HOST if move.target == HOST else twins, move.target)
+        return True
+
+    def _copy(self, batch: list[Chunk], target: Place) -> None:
+        backing = self.backing
+        backing.take(batch)
+        try:
+            backing.copy_to(batch, target)
+        except Stuck:
+            raise
+        except DriverError:
+            backing.gates.open([c.gate for c in batch])
+            raise
+        backing.gates.open([c.gate for c in batch])
+
+    def _arrived(self, chunks: Iterable[Chunk], state: State, place: Place) -> None:
+        sizes: dict[tuple[int, int], tuple[Lease, Region, int]] = {}
+        for c in chunks:
+            self.ledger.become(c, state, place=place)
+            key = (id(c.lease), id(c.region))
+            sizes[key] = (c.lease, c.region, sizes.get(key, (c.lease, c.region, 0))[2] + c.size)
+        for lease, region, size in sizes.values():
+            self.listener.moved(lease, region, size)
+
+    # --- drops -------------------------------------------------------------------------------------------------------
+
+    def _start_drops(self, drops: Iterable[Drop], now: float) -> None:
+        for drop in drops:
+            chunks = self.ledger.pick(drop.lease, drop.place, drop.size, droppable=True)
+            for c in chunks:
+                c.lease.reclaimed_at = now
+                self.ledger.become(c, State.MOVING, place=drop.place)
+            if chunks:
+                self._start(drop.place, self._drop(chunks, drop, now))
+
+    async def _drop(self, chunks: list[Chunk], drop: Drop, decided: float) -> None:
+        lease = chunks[0].lease
+        with self.node.changing({drop.place}):
+            await self.in_thread(self.backing.take, chunks)
+            await self.in_thread(self.backing.to_scratch, chunks, lease.id)
+            self._held(drop.place, -sum(c.size for c in chunks))
+        by_region: dict[int, list[int]] = defaultdict(list)
+        for c in chunks:
+            self.ledger.become(c, State.DROPPED)
+            by_region[c.region.number].append(c.index)
+        # The client's notice word is written before the gate opens: whoever reads scratch can know it.
+        for number, indices in by_region.items():
+            self.listener.dropped(lease, lease.regions[number], indices)
+        self.backing.gates.open([c.gate for c in chunks])
+        size = sum(c.size for c in chunks)
+        seconds = time.monotonic() - decided
+        self.listener.reclaimed(Reclaim(lease.id, drop.place, None, size, drop.cause, clean=True, seconds=seconds))
+
+    # --- grants ------------------------------------------------------------------------------------------------------
+
+    def _start_grants(self, grants: Iterable[Grant], now: float) -> None:
+        for grant in grants:
+            lease = self.ledger.leases.get(grant.lease)
+            if lease is None:
+                continue
+            count = grant.size // lease.chunk
+            wanted = [w for w, _ in zip(lease.missing(droppable=grant.droppable), range(count), strict=False)]
+            for region, index in wanted:
+                self.ledger.promise(lease, region, index, grant.place)
+            if wanted:
+                lease.granted_at = now
+                self._start(None, self._grant(lease, wanted, grant.place))
+
+    async def _grant(self, lease: Lease, wanted: list[tuple[Region, int]], place: Place) -> None:
+        leaving = [t for t in self._leaving[place] if t is not asyncio.current_task()]
+        if leaving:
+            await asyncio.wait(leaving)
+        try:
+            with self.node.changing({place}):
+                fresh = await self.in_thread(self.backing.fresh, place, lease.chunk, len(wanted))
+                self._held(place, lease.chunk * len(wanted))
+        except DriverError:
+            for region, index in wanted:
+                self.ledger.withdraw(lease, region, index)
+            self.wake()
+            return
+        unwanted = []
+        for (region, index), f in zip(wanted, fresh, strict=True):
+            if region.promised.get(index) == place:
+                self.ledger.arrive(lease, region, index, address=f.address, gate=f.gate, handle=f.handle)
+            else:
+                unwanted.append(f)
+        if unwanted:
+            with self.node.changing({place}):
+                await self.in_thread(self.backing.discard, unwanted)
+                self._held(place, -lease.chunk * len(unwanted))
+        for region in {id(r): r for r, _ in wanted}.values():
+            self.listener.granted(lease, region)
+
+    # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _start(self, leaving: Place | None, work: "asyncio.Future[None] | object") -> None:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        if leaving is not None:
+            self._leaving[leaving].add(task)
+        task.add_done_callback(lambda t: self._ended(t, leaving))
+
+    def _ended(self, task: "asyncio.Task[None]", leaving: Place | None) -> None:
+        self._tasks.discard(task)
+        if leaving is not None:
+            self._leaving[leaving].discard(task)
+        self.wake()
+        if not task.cancelled():
+            task.result()
+
+    def _held(self, place: Place, size: int) -> None:
+        self.node.ours[place] += size
+
+    def _record(self, move: Move, chunks: Sequence[Chunk], decided: float, *, clean: bool) -> None:
+        if chunks and move.cause is not Cause.PROMOTE:
+            size = sum(c.size for c in chunks)
+            seconds = time.monotonic() - decided
+            record = Reclaim(move.lease, move.source, move.target, size, move.cause, clean=clean, seconds=seconds)
+            self.listener.reclaimed(record)
+
+    def _spare_limit(self) -> int:
+        return sum(p.host_spill for p in self.pools.values()) // 8
