@@ -224,7 +224,9 @@ class Copies:
             address, slot_bytes = slot
             if step.size < 1 or step.slot_at < 0 or step.slot_at + step.size > slot_bytes:
                 raise Refusal.bad(
-                    f"steps[{position - 1}].size", f"{step.slot_at}+{step.size}", f"within the slot's {slot_bytes} bytes"
+                    f"steps[{position - 1}].size",
+                    f"{step.slot_at}+{step.size}",
+                    f"within the slot's {slot_bytes} bytes",
                 )
             word = step.slot * wire.SLOT_WORDS
             ops.append(Wait(self.shared, word + wire.SLOT_FLAG, before))
@@ -252,6 +254,8 @@ class Copies:
             size = min(length - offset, end - at)
             chunk = region.chunks[index]
             if chunk is None or chunk.state is State.LOST:
-                raise Refusal(Kinds.GONE, f"chunk {index} of region {region.number} is {'lost' if chunk else 'not granted'}")
+                raise Refusal(
+                    Kinds.GONE, f"chunk {index} of region {region.number} is {'lost' if chunk else 'not granted'}"
+                )
             yield chunk, offset, size, at - step.at
             at += size

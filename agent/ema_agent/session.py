@@ -172,7 +172,9 @@ class Session:
             address = self._driver.reserve(size)
             self._driver.map([(address, handle)])
         except DriverError as error:
-            raise Refusal.bad("window memory", f"descriptor of {size} bytes", f"memory of this driver ({error})") from None
+            raise Refusal.bad(
+                "window memory", f"descriptor of {size} bytes", f"memory of this driver ({error})"
+            ) from None
         self.copies.add_window(
             Window(message.window, message.first, message.slots, message.slot_bytes, handle, address)
         )
@@ -215,13 +217,17 @@ class Session:
         self._may_want(len(gone) * self.lease.chunk)
         if self.copies.busy():
             raise Refusal(Kinds.BUSY, "a run is under way: wait for its end first")
-        self._later_free(gone, message.id, lambda: self._wait_for(message.id, region, len(region.chunks), message.timeout))
+        self._later_free(
+            gone, message.id, lambda: self._wait_for(message.id, region, len(region.chunks), message.timeout)
+        )
 
     def _shrink(self, message: wire.ShrinkRegion) -> None:
         region = self._region(message.region)
         count = self._chunks(message.size)
         if count > len(region.chunks):
-            raise Refusal.bad("size", message.size, f"at most the {len(region.chunks) * self.lease.chunk} bytes there are")
+            raise Refusal.bad(
+                "size", message.size, f"at most the {len(region.chunks) * self.lease.chunk} bytes there are"
+            )
         if any(w.region is region for w in self.waiters):
             raise Refusal(Kinds.BUSY, f"region {region.number} is growing: wait for that answer first")
         gone = [c for c in region.chunks[count:] if c is not None]
@@ -362,7 +368,9 @@ class Session:
                 free = node.free(self.lease.gpu)
                 need = self._promised
                 self._promise(self.share_mapped)
-                text = f"{need} bytes are not free on {self.lease.gpu} ({free} are), and nothing lent is left to take back"
+                text = (
+                    f"{need} bytes are not free on {self.lease.gpu} ({free} are), and nothing lent is left to take back"
+                )
                 self._refuse(request, Refusal(Kinds.MEMORY, text))
 
     @property
@@ -494,4 +502,3 @@ def welcome(session: Session, driver: MemoryDriver, steward: Steward) -> tuple[w
         guest=guest,
     )
     return message, fds
-

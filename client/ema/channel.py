@@ -83,9 +83,7 @@ class Channel:
         except OSError as error:
             raise errors.AgentLost(self.lost or f"the agent is gone: {error.strerror or error}") from error
 
-    def submit(
-        self, make: Callable[[int], wire.ClientMessage], fds: Sequence[int] = ()
-    ) -> "Future[wire.AgentMessage]":
+    def submit(self, make: Callable[[int], wire.ClientMessage], fds: Sequence[int] = ()) -> "Future[wire.AgentMessage]":
         """Send a request; its answer arrives in the future."""
         answer: Future[wire.AgentMessage] = Future()
         with self._lock:

@@ -14,7 +14,9 @@ class Reclaimed(EmaError):
 
     def __init__(self, region: int, chunks: list[int], chunk_bytes: int) -> None:
         where = ", ".join(str(c) for c in chunks[:8]) + ("…" if len(chunks) > 8 else "")
-        super().__init__(f"region {region}: chunks {where} of {chunk_bytes} bytes were reclaimed; renew and recompute them")
+        super().__init__(
+            f"region {region}: chunks {where} of {chunk_bytes} bytes were reclaimed; renew and recompute them"
+        )
         self.region, self.chunks, self.chunk_bytes = region, chunks, chunk_bytes
 
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
-from typing import NewType, Protocol, Self
+from typing import NewType, Protocol, Self, runtime_checkable
 
 from ema_core.ids import GpuId, Place
 
@@ -298,3 +298,12 @@ class MemoryDriver(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+@runtime_checkable
+class CpuVisible(Protocol):
+    """A driver whose memory the CPU can map: simulated GPUs, where the client's CPU plays the kernels."""
+
+    def view(self, handle: Handle) -> memoryview:
+        """The memory's bytes in this process, writable. Release the view before the handle."""
+        ...

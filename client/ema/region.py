@@ -1,0 +1,122 @@
+"""A region: borrowed bytes, addressed by offset, stored from and fetched into slots of the client's own memory."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ema import errors
+from ema.tickets import Ticket
+from ema.window import Slot
+from ema_core import wire
+from ema_core.wire import CopyStep
+
+if TYPE_CHECKING:
+    from ema.pool import Pool
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Region:
+    """Borrowed bytes. Made by `Pool.region`; thread-safe as long as one slot is used by one thread at a time."""
+
+    def __init__(self, pool: "Pool", number: int, *, droppable: bool) -> None:
+        self._pool = pool
+        self._session = pool.session
+        self.number = number
+        self.droppable = droppable
+        """The agent may take its bytes without keeping them; then `Reclaimed` is raised before they can be used."""
+        self.size = 0
+        """Bytes granted: whole chunks."""
+        self.rate = pool.rate
+        """Bytes per second at which the slowest part is fetched now, as far as the agent has said."""
+        self.closed = False
+
+    def grow(self, size: int, timeout: float = 2.0) -> None:
+        """Make the region at least `size` bytes large; all of it, or nothing changes.
+
+        Raises PoolFull when `timeout` seconds were not enough, LimitReached, AgentLost, BadInput.
+        """
+        self.check()
+        answer = self._pool.ask(lambda i: wire.GrowRegion(i, self.number, size, self.droppable, timeout))
+        if isinstance(answer, wire.Done):
+            self.size = answer.value
+
+    def shrink(self, size: int) -> None:
+        """Give back what is beyond `size` bytes. Raises InUse while a program copies it, AgentLost, BadInput."""
+        self.check()
+        self._pool.ask(lambda i: wire.ShrinkRegion(i, self.number, size))
+        self.size = -(-size // self._pool.chunk) * self._pool.chunk
+        if not self.size:
+            self._retire()
+
+    def close(self) -> None:
+        """Give everything back. Twice is harmless."""
+        if self.closed:
+            return
+        if self._session == self._pool.session and self._pool.alive:
+            self.shrink(0)
+        self._retire()
+
+    def store(self, source: Slot | Buffer, at: int, size: int | None = None) -> Ticket:
+        """Copy to the region's bytes from `at` on.
+
+        From a slot: it is handed over now (`fill`) and free again when the ticket has ended. From a buffer: through the
+        pool's own staging slots; the ticket has ended when this returns. Raises BadInput, Reclaimed, AgentLost.
+        """
+        self.check()
+        if isinstance(source, Slot):
+            source.fill()
+            return self._pool.run([self.step(source, at, size)], store=True)
+        return self._pool.staged(self, at, memoryview(source).cast("B"), store=True)
+
+    def fetch(self, at: int, into: Slot | bytearray | memoryview, size: int | None = None) -> Ticket:
+        """Copy the region's bytes from `at` on.
+
+        Into a slot: returns at once; `Slot.wait` tells when they are there. Into a buffer: through the pool's own staging
+        slots, and the bytes are there when this returns. Raises BadInput, Reclaimed, AgentLost.
+        """
+        self.check()
+        if isinstance(into, Slot):
+            return self._pool.run([self.step(into, at, size)], store=False)
+        return self._pool.staged(self, at, memoryview(into).cast("B"), store=False)
+
+    def step(self, slot: Slot, at: int = 0, size: int | None = None, slot_at: int = 0) -> CopyStep:
+        """One step of a program between this region and a slot. Raises BadInput."""
+        length = slot.size - slot_at if size is None else size
+        if at < 0 or length < 1 or at + length > self.size:
+            raise errors.BadInput("at", f"{at}+{length}", f"within the region's {self.size} bytes")
+        return CopyStep(self.number, at, length, slot.number, slot_at)
+
+    def gone(self) -> list[int]:
+        """Chunks whose bytes were dropped, by index. Always empty for a region that is not droppable."""
+        self.check()
+        return self._pool.dropped_chunks(self)
+
+    def renew(self, timeout: float = 2.0) -> list[int]:
+        """Ask for new memory (zeros) in place of dropped chunks; the chunks whose bytes have to be made again.
+
+        Raises PoolFull, AgentLost.
+        """
+        chunks = self.gone()
+        if chunks:
+            self._pool.ask(lambda i: wire.RenewRegion(i, self.number, timeout))
+            self._pool.forget_dropped(self)
+        return chunks
+
+    def check(self) -> None:
+        """Raise if the region is closed, or was borrowed from an agent that is gone."""
+        if self.closed:
+            raise errors.EmaError(f"region {self.number} is closed")
+        if self._session != self._pool.session:
+            raise errors.AgentLost(f"region {self.number} was lost with the agent that held it; make it again")
+        self._pool.check_alive()
+        self._pool.check_lost(self.number)
+
+    def covers(self, chunks: Sequence[int], at: int, size: int) -> list[int]:
+        """Those of the chunks that hold any of `size` bytes from `at` on."""
+        first, last = at // self._pool.chunk, (at + size - 1) // self._pool.chunk
+        return [c for c in chunks if first <= c <= last]
+
+    def _retire(self) -> None:
+        self.closed = True
+        self.size = 0
+        self._pool.forget_region(self)

@@ -1,0 +1,156 @@
+"""The window: a few slots of the client's own GPU memory that the agent fills and empties.
+
+Each slot has a flag in a page that client, agent and both sides' streams share. A fetch waits until the slot is empty and
+leaves it full; a store waits until it is full and leaves it empty. Whoever uses a slot waits for it first and hands it over
+afterwards, on the CPU (`wait`, `release`) or on a GPU stream (`flag`).
+"""
+
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+from ema import errors
+from ema_core import wire
+from ema_driver.protocol import Handle, Words
+
+if TYPE_CHECKING:
+    from ema.pool import Pool
+
+SLICE: Final = 0.1
+"""Seconds of one wait, after which it is asked whether the agent still lives."""
+
+
+class Slot:
+    """One slot. `view` is its memory; `number` is its place among all slots of the pool."""
+
+    def __init__(self, pool: "Pool", number: int, size: int, view: memoryview | None, address: int) -> None:
+        self._pool = pool
+        self.number = number
+        self.size = size
+        """Bytes."""
+        self.address = address
+        """Where the slot is mapped on the client's GPU."""
+        self._view = view
+        self._word = number * wire.SLOT_WORDS
+
+    @property
+    def view(self) -> memoryview:
+        """The slot's bytes, writable, where the driver maps them for the CPU. Raises EmaError elsewhere."""
+        if self._view is None:
+            raise errors.EmaError("this driver's memory is not mapped for the CPU; use the slot's address on the GPU")
+        return self._view
+
+    @property
+    def flag(self) -> tuple[Words, int]:
+        """The page and word that a GPU stream waits for (`wire.FULL`) and sets (`wire.EMPTY`)."""
+        return self._pool.shared, self._word + wire.SLOT_FLAG
+
+    @property
+    def full(self) -> bool:
+        """Whether the slot holds bytes now."""
+        return self._pool.shared.load(self._word + wire.SLOT_FLAG) == wire.FULL
+
+    def wait(self, timeout: float | None = None) -> memoryview | None:
+        """Wait until a fetch has filled the slot; its view, or None where there is none. The waiting is measured.
+
+        Raises TimedOut, AgentLost, DataLost, and Reclaimed if what was fetched had been dropped.
+        """
+        self._until(wire.FULL, timeout)
+        self._pool.check_fetched(self.number)
+        return self._view
+
+    def wait_empty(self, timeout: float | None = None) -> memoryview | None:
+        """Wait until the slot is free to be written, for instance after a store. Raises TimedOut, AgentLost, DataLost."""
+        self._until(wire.EMPTY, timeout)
+        return self._view
+
+    def release(self) -> None:
+        """The bytes were used: the next fetch may overwrite them."""
+        self._hand_over(wire.EMPTY)
+
+    def fill(self) -> None:
+        """The bytes were written: the next store may take them."""
+        self._hand_over(wire.FULL)
+
+    def reset(self) -> None:
+        """Begin anew with an empty slot, after a failure."""
+        self._pool.shared.store(self._word + wire.SLOT_FLAG, wire.EMPTY)
+
+    def _hand_over(self, value: int) -> None:
+        shared = self._pool.shared
+        shared.store(self._word + wire.SLOT_USED, shared.load(self._word + wire.SLOT_COPIED))
+        shared.store(self._word + wire.SLOT_FLAG, value)
+
+    def _until(self, value: int, timeout: float | None) -> None:
+        word = self._word + wire.SLOT_FLAG
+        if self._pool.shared.load(word) == value:
+            return
+        began = time.monotonic()
+        end = None if timeout is None else began + timeout
+        try:
+            while True:
+                self._pool.check_alive()
+                left = SLICE if end is None else min(SLICE, end - time.monotonic())
+                if self._pool.shared.wait(word, value, max(0.0, left)):
+                    return
+                if end is not None and time.monotonic() >= end:
+                    raise errors.TimedOut(f"slot {self.number} was not handed over in {timeout} s")
+        finally:
+            self._pool.waited(time.monotonic() - began)
+
+
+class Window:
+    """Slots of equal size in one piece of memory. Close it to give the memory back."""
+
+    def __init__(self, pool: "Pool", number: int, first: int, slots: int, slot_bytes: int) -> None:
+        self._pool = pool
+        self.number, self.first, self.slot_bytes = number, first, slot_bytes
+        self.size = slots * slot_bytes
+        driver = pool.driver
+        self._handle: Handle | None = driver.create(pool.gpu, self.size)
+        self._address = driver.reserve(self.size)
+        driver.map([(self._address, self._handle)])
+        view = pool.view(self._handle)
+        self.slots: list[Slot] = []
+        for i in range(slots):
+            at = i * slot_bytes
+            part = None if view is None else view[at : at + slot_bytes]
+            self.slots.append(Slot(pool, first + i, slot_bytes, part, int(self._address) + at))
+        self._view = view
+        self._lock = threading.Lock()
+
+    @property
+    def handle(self) -> Handle:
+        """The memory. Raises EmaError after `close`."""
+        if self._handle is None:
+            raise errors.EmaError("this window is closed")
+        return self._handle
+
+    def __getitem__(self, index: int) -> Slot:
+        return self.slots[index]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def close(self) -> None:
+        """Give the window up. Raises InUse while a program uses it. Twice is harmless."""
+        with self._lock:
+            if self._handle is None:
+                return
+            self._pool.forget_window(self)
+            self.free()
+
+    def free(self) -> None:
+        """Unmap and release the memory, when the agent has let go of it or is gone."""
+        if self._handle is None:
+            return
+        driver = self._pool.driver
+        for slot in self.slots:
+            slot._view = None  # noqa: SLF001 - a window and its slots are one thing
+        if self._view is not None:
+            self._view.release()
+            self._view = None
+        driver.unmap([self._address])
+        driver.unreserve([self._address])
+        driver.release([self._handle])
+        self._handle = None
