@@ -81,7 +81,10 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do now. Carry out `moves` and `drops` before `grants`: the grants may count on the room they make."""
+    """What to do now: first `drops`, then `moves` in their order, then `grants`.
+
+    Each may count on the room that those before it make.
+    """
 
     moves: tuple[Move, ...] = ()
     drops: tuple[Drop, ...] = ()

@@ -10,6 +10,18 @@ from dataclasses import dataclass, field
 from ema_core.ids import GpuId, LeaseId, Place, PoolName
 
 
+def _never_negative(of: str, **amounts: float) -> None:
+    for name, amount in amounts.items():
+        if amount < 0:
+            raise ValueError(f"{of}: {name} is {amount}; it must be 0 or more")
+
+
+def _at_least_one(of: str, **amounts: int) -> None:
+    for name, amount in amounts.items():
+        if amount < 1:
+            raise ValueError(f"{of}: {name} is {amount}; it must be 1 or more")
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU as a possible lender."""
@@ -24,7 +36,10 @@ class Gpu:
     lends: bool = True
     """Nobody owns this GPU, or its owner opted in."""
     healthy: bool = True
-    """A sick or draining GPU lends nothing, and what it lends is moved away."""
+    """A sick GPU lends nothing, and what it lends is moved away."""
+
+    def __post_init__(self) -> None:
+        _never_negative(f"gpu {self.id}", total=self.total, reserved=self.reserved, used=self.used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +54,10 @@ class Holding:
     """Bytes the borrower agreed to lose."""
     last_used: float = 0.0
     """When a copy last touched them, for choosing the coldest."""
+
+    def __post_init__(self) -> None:
+        if self.clean < 0 or self.dirty < 0 or self.droppable < 0:
+            _never_negative("holding", clean=self.clean, dirty=self.dirty, droppable=self.droppable)
 
     @property
     def kept(self) -> int:
@@ -75,6 +94,12 @@ class Lease:
     reclaimed_at: float = float("-inf")
     """When something was last taken from it: it does not jump back before minHold has passed."""
     held: Mapping[Place, Holding] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.guaranteed < 0 or self.limit < 0 or self.kept < 0 or self.droppable < 0 or self.weight < 1:
+            of = f"lease {self.id}"
+            _at_least_one(of, weight=self.weight)
+            _never_negative(of, guaranteed=self.guaranteed, limit=self.limit, kept=self.kept, droppable=self.droppable)
 
     @property
     def demand(self) -> int:
@@ -125,3 +150,10 @@ class PoolPolicy:
     """Droppable bytes may be dropped when nothing else has room."""
     min_hold: float = 5.0
     """Seconds."""
+
+    def __post_init__(self) -> None:
+        of = f"pool {self.name}"
+        _at_least_one(of, chunk=self.chunk)
+        _never_negative(of, headroom=self.headroom, hysteresis=self.hysteresis, min_hold=self.min_hold)
+        _never_negative(of, host_spill=self.host_spill, host_lend=self.host_lend)
+        _never_negative(of, **{f"max_per_gpu[{gpu}]": size for gpu, size in self.max_per_gpu.items()})

@@ -1,0 +1,295 @@
+"""The plan while it is being made: the node in flat lists, and every change booked at once.
+
+Places are small integers: the GPUs by their ids' order, then host memory, then places that leases name and the node no
+longer has. Bytes that are shifted twice are booked as one way from where they were to where they end.
+"""
+
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+
+from ema_core.ids import HOST, LeaseId, Place, PoolName
+from ema_core.plan import Cause, Drop, Grant, Move, Overdue, Plan
+from ema_core.policy.lendable import refusal, unused, whole_chunks
+from ema_core.state import Lease, NodeState, PoolPolicy
+
+CLEAN, DROPPABLE, DIRTY = 0, 1, 2
+"""Kinds of bytes, in the order in which they are taken: quickest for the lender first."""
+KINDS = (CLEAN, DROPPABLE, DIRTY)
+
+NEW, GONE = -1, -2
+"""Where granted bytes come from and dropped bytes go to."""
+
+Way = tuple[int, int, int, bool]
+"""Lease, source, target, droppable."""
+
+
+def _orphan(name: PoolName) -> PoolPolicy:
+    # A lease whose pool is gone is entitled to nothing, and what it has must leave.
+    return PoolPolicy(
+        name=name,
+        gpus=frozenset(),
+        max_per_gpu={},
+        headroom=0,
+        hysteresis=0,
+        chunk=1,
+    )
+
+
+class Draft:
+    """Working state of one call of `plan`. Lists with one entry per lease follow the order of `leases`."""
+
+    def __init__(self, state: NodeState, pools: Sequence[PoolPolicy], now: float) -> None:
+        self.now = now
+        self.leases: Sequence[Lease] = sorted(state.leases, key=attrgetter("id"))
+        self.pools = sorted(pools, key=lambda pool: pool.name)
+        names = [pool.name for pool in self.pools]
+        if len(set(names)) != len(names):
+            raise ValueError(f"pools: names must differ, got {names}")
+        known = set(names)
+        for name in sorted({lease.pool for lease in state.leases} - known):
+            self.pools.append(_orphan(name))
+        self._read_gpus(state)
+        self._read_leases()
+        self._books: dict[int, dict[int, list[int]]] = {}
+        self._ways: dict[Way, tuple[int, Cause]] = {}
+        self._into: dict[tuple[int, int, bool], list[Way]] = {}
+        self._overdue: dict[tuple[int, int], tuple[int, Cause]] = {}
+        self._lenders: dict[tuple[int, int], list[list[int]]] = {}
+        self.reclaimed: set[int] = set()
+        self.gpu_share: list[int] = []
+        self.share: list[int] = []
+        self.kept_share: list[int] = []
+        self.host_droppable = [0] * len(self.pools)
+        """Host bytes of each pool that no kept byte, wherever it is, can come to need; negative where too many."""
+
+    def _read_gpus(self, state: NodeState) -> None:
+        gpus = sorted(state.gpus, key=lambda gpu: gpu.id)
+        self.span = n = len(gpus)
+        self.host = n
+        self.places: list[Place] = [*(gpu.id for gpu in gpus), HOST]
+        self.index: dict[Place, int] = {place: k for k, place in enumerate(self.places)}
+        if len(self.index) != n + 1:
+            raise ValueError(f"gpus: ids must differ and not be {HOST!r}, got {[gpu.id for gpu in gpus]}")
+        self.keep, self.grow = [0] * n, [0] * n
+        self.refused: list[Cause | None] = [None] * n
+        for k, gpu in enumerate(gpus):
+            self.refused[k] = refusal(gpu, state.draining)
+            selecting = [pool for pool in self.pools if gpu.id in pool.gpus]
+            if selecting and self.refused[k] is None:
+                self.keep[k], self.grow[k] = unused(gpu, selecting)
+        self.pool_keep = [self._caps(pool, self.keep) for pool in self.pools]
+        self.pool_grow = [self._caps(pool, self.grow) for pool in self.pools]
+        self.host_drains = HOST in state.draining
+        self.host_room = [
+            0 if self.host_drains or not pool.spill_to_host else pool.host_spill + pool.host_lend for pool in self.pools
+        ]
+        self.host_lend = [0 if self.host_drains else pool.host_lend for pool in self.pools]
+        # One row per own GPU: the rate from every place to it, 0 where the way is barred or is no way at all.
+        self.rates: dict[Place, list[int]] = {}
+        for (source, target), rate in state.paths.items():
+            at = self.index.get(source)
+            if at is not None and rate > 0 and source != target:
+                row = self.rates.get(target)
+                if row is None:
+                    row = self.rates[target] = [0] * (n + 1)
+                row[at] = rate
+
+    def _caps(self, pool: PoolPolicy, rooms: list[int]) -> list[int]:
+        caps = [0] * self.span
+        for gpu in pool.gpus:
+            k = self.index.get(gpu)
+            if k is not None:
+                caps[k] = whole_chunks(min(rooms[k], pool.max_per_gpu.get(gpu, 0)), pool.chunk)
+        return caps
+
+    def _read_leases(self) -> None:
+        n, host, index = self.span, self.host, self.index
+        by_name = {pool.name: p for p, pool in enumerate(self.pools)}
+        nowhere = [0] * (n + 1)
+        self.lent = lent = [0] * (n + 1)
+        self.pool_lent = [[0] * (n + 1) for _ in self.pools]
+        self.holders: list[list[int]] = [[] for _ in range(n + 1)]
+        self.barred: list[tuple[int, int]] = []
+        size = len(self.leases)
+        self.pool_of, self.on_gpus, self.on_host = [0] * size, [0] * size, [0] * size
+        self.kept_held, self.droppable_held = [0] * size, [0] * size
+        self.droppable_on_host = droppable_on_host = [0] * len(self.pools)
+        self.rate_of: list[list[int]] = []
+        rates, holders, pool_lent, rate_of = self.rates, self.holders, self.pool_lent, self.rate_of
+        for i, lease in enumerate(self.leases):
+            p = by_name[lease.pool]
+            self.pool_of[i] = p
+            row = rates.get(lease.gpu, nowhere)
+            rate_of.append(row)
+            held = lease.held
+            if not held:
+                continue
+            mine = pool_lent[p]
+            kept = droppable = on_gpus = 0
+            for place, holding in held.items():
+                surely = holding.clean + holding.dirty
+                maybe = holding.droppable
+                amount = surely + maybe
+                k = index.get(place)
+                if k is None:
+                    k = self._vanished(place)
+                kept += surely
+                droppable += maybe
+                lent[k] += amount
+                mine[k] += amount
+                if k != host:
+                    on_gpus += amount
+                else:
+                    droppable_on_host[p] += maybe
+                holders[k].append(i)
+                if k > host or not row[k]:
+                    self.barred.append((i, k))
+            self.kept_held[i], self.droppable_held[i] = kept, droppable
+            self.on_gpus[i], self.on_host[i] = on_gpus, kept + droppable - on_gpus
+
+    def _vanished(self, place: Place) -> int:
+        k = self.index[place] = len(self.places)
+        self.places.append(place)
+        self.lent.append(0)
+        self.holders.append([])
+        for row in self.pool_lent:
+            row.append(0)
+        return k
+
+    # What is where
+
+    def book(self, i: int) -> dict[int, list[int]]:
+        """Bytes of lease `i` by place and kind, as planned so far."""
+        book = self._books.get(i)
+        if book is None:
+            index = self.index
+            book = self._books[i] = {
+                index[place]: [h.clean, h.droppable, h.dirty] for place, h in self.leases[i].held.items()
+            }
+        return book
+
+    def held(self, i: int) -> int:
+        """Bytes of lease `i` everywhere, as planned so far."""
+        return self.on_gpus[i] + self.on_host[i]
+
+    def last_used(self, i: int, k: int) -> float:
+        """When the bytes of lease `i` at place `k` were last used."""
+        holding = self.leases[i].held.get(self.places[k])
+        return holding.last_used if holding is not None else self.now
+
+    def lenders(self, i: int) -> list[list[int]]:
+        """GPUs that lease `i` may borrow from, in classes of equal rate, fastest first."""
+        key = (self.pool_of[i], self.index.get(self.leases[i].gpu, -1))
+        classes = self._lenders.get(key)
+        if classes is None:
+            caps, row = self.pool_grow[key[0]], self.rate_of[i]
+            by_rate: dict[int, list[int]] = {}
+            for k in range(self.span):
+                if row[k] and caps[k] and k != key[1]:
+                    by_rate.setdefault(row[k], []).append(k)
+            classes = self._lenders[key] = [by_rate[rate] for rate in sorted(by_rate, reverse=True)]
+        return classes
+
+    def free(self, p: int, k: int) -> int:
+        """Bytes by which pool `p` may still grow on GPU `k`; negative where more is lent than growth allows."""
+        return min(self.pool_grow[p][k] - self.pool_lent[p][k], self.grow[k] - self.lent[k])
+
+    def room(self, p: int, k: int) -> int:
+        """The same in whole chunks, never below 0."""
+        return whole_chunks(self.free(p, k), self.pools[p].chunk)
+
+    def overdue_at(self, i: int, k: int) -> int:
+        """Bytes of lease `i` at place `k` that are known to have nowhere to go."""
+        return self._overdue.get((i, k), (0, Cause.LIMIT))[0]
+
+    def chunks(self, i: int, size: int) -> int:
+        """`size` rounded up to whole chunks of lease `i`."""
+        chunk = self.pools[self.pool_of[i]].chunk
+        return -(-size // chunk) * chunk
+
+    # Changes
+
+    def shift(  # noqa: PLR0917 - what, how much, from, to: an order nobody mistakes
+        self, i: int, kind: int, size: int, source: int, target: int, cause: Cause
+    ) -> None:
+        """Book `size` bytes of one kind of lease `i` from `source` (or NEW) to `target` (or GONE)."""
+        book, droppable = self.book(i), kind == DROPPABLE
+        if source != NEW:
+            book[source][kind] -= size
+            self._count(i, source, -size)
+        if target != GONE:
+            book.setdefault(target, [0, 0, 0])[kind] += size
+            self._count(i, target, size)
+        if source == NEW or target == GONE:
+            change = size if source == NEW else -size
+            if droppable:
+                self.droppable_held[i] += change
+            else:
+                self.kept_held[i] += change
+        if droppable and self.host in (source, target):
+            # What droppable bytes take of host memory is lent against what no kept byte needs.
+            self.host_droppable[self.pool_of[i]] += size if source == self.host else -size
+        left = size
+        for way in list(self._into.get((i, source, droppable), ())):
+            if not left:
+                break
+            there, first = self._ways[way]
+            part = min(there, left)
+            left -= part
+            if part == there:
+                del self._ways[way]
+                self._into[i, source, droppable].remove(way)
+            else:
+                self._ways[way] = (there - part, first)
+            self._note((i, way[1], target, droppable), part, first)
+        if left:
+            self._note((i, source, target, droppable), left, cause)
+
+    def _count(self, i: int, k: int, change: int) -> None:
+        self.lent[k] += change
+        self.pool_lent[self.pool_of[i]][k] += change
+        if k == self.host:
+            self.on_host[i] += change
+        else:
+            self.on_gpus[i] += change
+            if change > 0 and k < self.span and i not in self.holders[k]:
+                self.holders[k].append(i)
+
+    def _note(self, way: Way, size: int, cause: Cause) -> None:
+        i, source, target, droppable = way
+        if source == target or (source == NEW and target == GONE):
+            return
+        there, first = self._ways.get(way, (0, cause))
+        if not there:
+            self._into.setdefault((i, target, droppable), []).append(way)
+        self._ways[way] = (there + size, first)
+
+    def give_up(self, i: int, k: int, size: int, cause: Cause) -> None:
+        """Book `size` bytes of lease `i` at `k` as overdue."""
+        self._overdue[i, k] = (self.overdue_at(i, k) + size, self._overdue.get((i, k), (0, cause))[1])
+
+    # The result
+
+    def ways(self) -> Iterator[tuple[Way, int, Cause]]:
+        """All changes, in an order in which each finds the room that it needs."""
+        for way, (size, cause) in self._ways.items():
+            yield way, size, cause
+
+    def finish(self) -> Plan:
+        """The plan without its queue and entitlements."""
+        moves: list[Move] = []
+        drops: list[Drop] = []
+        grants: list[Grant] = []
+        places = self.places
+        for (i, source, target, droppable), size, cause in self.ways():
+            lease: LeaseId = self.leases[i].id
+            if source == NEW:
+                grants.append(Grant(lease, places[target], size, droppable))
+            elif target == GONE:
+                drops.append(Drop(lease, places[source], size, cause))
+            else:
+                moves.append(Move(lease, places[source], places[target], size, droppable, cause))
+        overdue = [
+            Overdue(self.leases[i].id, places[k], size, cause) for (i, k), (size, cause) in self._overdue.items()
+        ]
+        return Plan(moves=tuple(moves), drops=tuple(drops), grants=tuple(grants), overdue=tuple(overdue))

@@ -1,0 +1,44 @@
+"""One call: from what a node is to what to do now."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ema_core.plan import Plan, Waiting
+from ema_core.policy.claims import entitle
+from ema_core.policy.draft import Draft
+from ema_core.policy.placement import satisfy
+from ema_core.policy.victims import relieve
+from ema_core.state import NodeState, PoolPolicy
+
+
+def plan(state: NodeState, pools: Sequence[PoolPolicy], now: float) -> Plan:
+    """What to move, drop and grant now, who waits, and what everybody is entitled to.
+
+    `pools` are all pools that select this node; `now` is in seconds of the clock of the state's times. The same input
+    in any order gives the same plan, and planning again after the plan was carried out gives nothing to do.
+
+    Raises ValueError for two pools of one name, two GPUs or two leases of one id.
+    """
+    draft = Draft(state, pools, now)
+    entitle(draft)
+    relieve(draft)
+    satisfy(draft)
+    entitlement = dict(zip([lease.id for lease in draft.leases], draft.share, strict=True))
+    if len(entitlement) != len(draft.leases):
+        raise ValueError("leases: ids must differ")
+    return replace(draft.finish(), waiting=_queue(draft), entitlement=entitlement)
+
+
+def _queue(draft: Draft) -> tuple[Waiting, ...]:
+    short = []
+    on_gpus, on_host = draft.on_gpus, draft.on_host
+    for i, lease in enumerate(draft.leases):
+        held = on_gpus[i] + on_host[i]
+        wanted = lease.kept + lease.droppable
+        if wanted > held and lease.limit > held:
+            chunk = draft.pools[draft.pool_of[i]].chunk
+            missing = min(wanted, lease.limit // chunk * chunk) - held
+            if missing > 0:
+                short.append((-lease.priority, lease.asked_at, lease.id, missing))
+    short.sort()
+    return tuple([Waiting(lease, missing, n) for n, (_, _, lease, missing) in enumerate(short)])
