@@ -1,0 +1,44 @@
+"""The bound: what no arrangement of copies can beat, and what a serving step takes under it.
+
+A decode step of a batch reads all weights and all keys and values once, so its time is the largest of
+
+    local time   (weights + KV) / read rate          the GPU's own memory
+    compute      2 * params * batch / compute rate
+    link time    borrowed KV / link rate             each path by itself, they run side by side
+
+and what the link needs beyond the other two is *exposed wait*. Borrowed bytes go through the GPU's memory too, so they
+count in the local time. Bytes R hide behind the local time while R / link <= (S + R) / read, that is up to
+rho / (1 - rho) * S with rho = link / read and S the bytes read that are local.
+"""
+
+from ema_cli.serving.presets import GpuSpec, Model
+
+
+def hideable(local: int, *, link: float, read: float) -> float:
+    """Most borrowed bytes that a memory-bound step hides, when it reads `local` bytes of its own. Rates in bytes/s.
+
+    Infinite where the link is as fast as memory.
+    """
+    rho = link / read
+    return float("inf") if rho >= 1 else rho / (1 - rho) * local
+
+
+def local_step(model: Model, gpu: GpuSpec, *, kv: float, batch: int) -> float:
+    """Seconds of one decode step of `batch` requests whose keys and values are `kv` bytes, without any link."""
+    return max((model.weights + kv) / gpu.read, 2 * model.params * batch / gpu.compute)
+
+
+def prefill(model: Model, gpu: GpuSpec, tokens: int) -> float:
+    """Seconds of computing a prompt of `tokens`."""
+    return 2 * model.params * tokens / gpu.compute
+
+
+def decode_gain(*, share: int, weights: float, borrowed: float, link: float, read: float) -> float:
+    """Throughput of a memory-bound decode that borrows, over one that does not: (1 + R/((1-w)S)) / (1 + R/S).
+
+    `share` is S in bytes, all of it in use, `weights` the part w of it, `borrowed` R in bytes; what does not hide
+    stretches the step.
+    """
+    more = 1 + borrowed / ((1 - weights) * share)
+    longer = max((share + borrowed) / read, borrowed / link) / (share / read)
+    return more / longer
