@@ -35,7 +35,7 @@ class Connection:
         received: Callable[[wire.ClientMessage, list[int]], None],
         ended: Callable[[str], None],
     ) -> None:
-        sock.setblocking(False)  # noqa: FBT003
+        sock.setblocking(False)
         self._sock = sock
         self._received = received
         self._ended = ended

@@ -32,38 +32,46 @@ class Node:
         """Bytes of chunks that we hold physically at each place."""
         self.promised: dict[GpuId, int] = defaultdict(int)
         """Bytes that shares were promised and have not mapped yet."""
-        self._changing: dict[Place, int] = defaultdict(int)
+        self._begun: dict[Place, int] = defaultdict(int)
+        self._ended: dict[Place, int] = defaultdict(int)
         self._used: dict[GpuId, int] = {}
 
     def discover(self) -> None:
         """Read devices anew. Identity is the UUID, and the order is the UUIDs' own, whatever the enumeration."""
         self.devices = {d.id: d for d in sorted(self._driver.devices(), key=lambda d: d.id)}
 
-    def observe(self) -> None:
-        """Read memory of all places."""
-        changing = {p for p, n in self._changing.items() if n}
-        self.memory = self._driver.memory()
-        changing |= {p for p, n in self._changing.items() if n}
+    def quiet(self) -> dict[Place, int]:
+        """Places where our own memory does not change just now, for `take` after the memory was read."""
+        return {p: self._begun[p] for p in self.devices if self._begun[p] == self._ended[p]}
+
+    def take(self, memory: Mapping[Place, MemoryInfo], quiet: Mapping[Place, int]) -> None:
+        """Take a reading of memory that was made after `quiet` was."""
+        self.memory = memory
         for gpu in self.devices:
-            info = self.memory.get(gpu)
+            info = memory.get(gpu)
             if info is None:
                 self.skipped.setdefault(gpu, "its memory query gives no plausible answer")
                 continue
             self.skipped.pop(gpu, None)
-            if gpu not in changing:
+            if quiet.get(gpu) == self._begun[gpu]:
                 self._used[gpu] = max(0, info.used - self.ours[gpu])
+
+    def observe(self) -> None:
+        """Read memory of all places, on this thread."""
+        quiet = self.quiet()
+        self.take(self._driver.memory(), quiet)
 
     @contextmanager
     def changing(self, places: Iterable[Place]) -> Iterator[None]:
         """While our own memory at these places changes on a worker thread."""
         places = set(places)
         for p in places:
-            self._changing[p] += 1
+            self._begun[p] += 1
         try:
             yield
         finally:
             for p in places:
-                self._changing[p] -= 1
+                self._ended[p] += 1
 
     def used(self, gpu: GpuId) -> int:
         """Bytes of the GPU that anybody but us uses or was promised."""

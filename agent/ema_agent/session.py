@@ -6,19 +6,22 @@ Follow one chunk: `GrowRegion` makes it wanted → the steward grants it (`stewa
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Final
 
 from ema_agent.connection import Connection
 from ema_agent.lanes import Lanes
 from ema_agent.ledger import Chunk, Lease, Region, State
+from ema_agent.node import Node
 from ema_agent.programs import Copies, Program, Refusal, Window
 from ema_agent.steward import Steward
 from ema_core import wire
-from ema_core.ids import GpuId, Place
+from ema_core.ids import Place
 from ema_core.wire import Kinds
-from ema_driver.errors import DriverError, OutOfMemory
+from ema_driver.errors import DriverError, InvalidUse
 from ema_driver.protocol import MemoryDriver, Words
 
 PENDING: Final = 64
@@ -479,15 +482,17 @@ class Session:
             time.sleep(PAUSE)
 
 
-def welcome(session: Session, driver: MemoryDriver, steward: Steward) -> tuple[wire.Welcome, list[int]]:
-    """The answer to Hello, and the descriptors beside it (the caller closes the last one if `guest` is set)."""
+def welcome(session: Session, driver: MemoryDriver, node: Node) -> tuple[wire.Welcome, list[int], Callable[[], None]]:
+    """The answer to Hello, the descriptors beside it, and what to call when they were sent."""
     lease = session.lease
     fds = [session.shared.fileno(), session.notice.fileno()]
     try:
-        fds.append(driver.guest(GpuId(lease.gpu)))
-        guest = True
-    except (DriverError, OutOfMemory):
-        guest = False
+        guest = driver.guest(lease.gpu)
+    except InvalidUse:
+        close: Callable[[], None] = lambda: None  # noqa: E731
+    else:
+        fds.append(guest)
+        close = partial(os.close, guest)
     message = wire.Welcome(
         version=wire.VERSION,
         driver=driver.name,
@@ -498,7 +503,7 @@ def welcome(session: Session, driver: MemoryDriver, steward: Steward) -> tuple[w
         granularity=driver.granularity(lease.gpu),
         limit=lease.limit,
         guaranteed=lease.guaranteed,
-        rate=steward.node.best_rate(lease.gpu),
-        guest=guest,
+        rate=node.best_rate(lease.gpu),
+        guest=len(fds) == 3,
     )
-    return message, fds
+    return message, fds, close

@@ -80,6 +80,8 @@ class Steward:
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="ema-move")
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaving: dict[Place, set[asyncio.Task[None]]] = defaultdict(set)
+        self.freed: Callable[[], None] = lambda: None
+        """Called when bytes were given back, so that memory is read again at once."""
         self.passed_over = False
         """The last plan wanted chunks that a worker thread was copying just then: plan again when that ends."""
         self.settled = asyncio.Event()
@@ -95,7 +97,6 @@ class Steward:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            self.node.observe()
             if self.round().empty and not self._tasks and not self._wake.is_set():
                 self.settled.set()
 
@@ -310,6 +311,8 @@ class Steward:
 
     def _held(self, place: Place, size: int) -> None:
         self.node.ours[place] += size
+        if size < 0:
+            self.freed()
 
     def _record(self, move: Move, chunks: Sequence[Chunk], decided: float, *, clean: bool) -> None:
         if chunks and move.cause is not Cause.PROMOTE:

@@ -19,7 +19,6 @@ from ema_core import wire
 from ema_core.wire import Kinds
 
 _FD: Final = struct.Struct("i")
-FOREVER: Final = 1e9
 
 
 def failure(refused: wire.Refused) -> errors.EmaError:
@@ -138,16 +137,18 @@ class Channel:
             raise errors.AgentLost(f"the agent speaks another version: {error}") from error
 
     def _read(self) -> None:
-        try:
-            while True:
+        why = ""
+        while not why:
+            try:
                 message, fds = self._receive()
+            except OSError as error:
+                why = f"the agent is gone: {error.strerror or error}"
+            except errors.AgentLost as error:
+                why = str(error)
+            else:
                 for fd in fds:
                     os.close(fd)
                 self._heard(message)
-        except OSError as error:
-            why = f"the agent is gone: {error.strerror or error}"
-        except errors.AgentLost as error:
-            why = str(error)
         with self._lock:
             self.lost = why
             waiting, self._answers = self._answers, {}

@@ -4,7 +4,6 @@ The agent may be restarted at any time. Then regions and programs of the old age
 windows and shares (the client's own memory) are handed to the new agent, and new regions can be made.
 """
 
-import itertools
 import os
 import threading
 import time
@@ -19,11 +18,11 @@ from ema.share import Share
 from ema.tickets import Ended, Ticket
 from ema.window import Slot, Window
 from ema_core import places, wire
-from ema_core.ids import GpuId
+from ema_core.ids import GpuId, Place
 from ema_core.wire import CopyStep
 from ema_driver import open_guest
 from ema_driver.errors import DriverError
-from ema_driver.protocol import CpuVisible, Handle, MemoryDriver, Words
+from ema_driver.protocol import CpuVisible, MemoryDriver, Words
 
 SLICE: Final = 0.1
 REPORT: Final = 1.0
@@ -74,7 +73,17 @@ class Pool:
         self._programs: dict[int, Program] = {}
         self._windows: dict[int, Window] = {}
         self._share: Share | None = None
-        self._numbers = itertools.count()
+        self._lost: dict[int, tuple[list[int], str]] = {}
+        """Region → chunks that went with their GPU, and why."""
+        self._dropped: dict[int, tuple[int, list[int]]] = {}
+        """Region → its notice word when we asked, and which chunks were gone then."""
+        self._pages: dict[int, list[int]] = {}
+        """Pages of an answer that has not ended."""
+        self._fetched: dict[int, tuple[Region, int, int]] = {}
+        """Slot → what of a droppable region is being fetched into it."""
+        self._outstanding: list[tuple[int, int]] = []
+        """Runs under way: word and number."""
+        self._run_seq = 1
         self.session = 0
         """Counts the agents that this pool has been connected to."""
         self._closed = False
@@ -93,7 +102,7 @@ class Pool:
     @property
     def gpu(self) -> GpuId:
         """This process's own GPU."""
-        return GpuId(self._welcome.gpu)  # type: ignore[arg-type]
+        return GpuId(Place(self._welcome.gpu))
 
     @property
     def chunk(self) -> int:
@@ -377,9 +386,9 @@ class Pool:
         if self._share is not None and self.alive:
             self._channel.send(wire.ShareIs(self._share.local))
 
-    def view(self, handle: Handle) -> memoryview | None:
-        """The memory's bytes where the CPU can map them."""
-        return self.driver.view(handle) if isinstance(self.driver, CpuVisible) else None
+    def view(self, address: int, size: int) -> memoryview | None:
+        """The mapped bytes, where the CPU can map them too."""
+        return self.driver.view(address, size) if isinstance(self.driver, CpuVisible) else None
 
     def waited(self, seconds: float) -> None:
         """Count exposed waiting."""
@@ -448,11 +457,9 @@ class Pool:
             self.shared, self._notice = new_shared, new_notice
             self._regions.clear()
             self._programs.clear()
-            self._lost: dict[int, tuple[list[int], str]] = {}
-            self._dropped: dict[int, tuple[int, list[int]]] = {}
-            self._pages: dict[int, list[int]] = {}
-            self._fetched: dict[int, tuple[Region, int, int]] = {}
-            self._outstanding: list[tuple[int, int]] = []
+            for kept in (self._lost, self._dropped, self._pages, self._fetched):
+                kept.clear()
+            self._outstanding = []
             self._run_seq = 1
             self.session += 1
             self._channel = channel
@@ -472,7 +479,8 @@ class Pool:
                 self._share = None
             else:
                 return
-        self.driver = open_guest(welcome.driver, next(iter(guest), None), GpuId(welcome.gpu))  # type: ignore[arg-type]
+        fd = next(iter(guest), None)
+        self.driver = open_guest(welcome.driver, None if fd is None else os.dup(fd))
 
     def _hand_over(self, window: Window) -> None:
         fd = self.driver.export(window.handle)

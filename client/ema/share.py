@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from ema import errors
 from ema.region import Region
-from ema_core import wire
 from ema_driver.errors import OutOfMemory
 from ema_driver.protocol import Address, Handle
 
@@ -92,15 +91,15 @@ class Share:
         self._pool.ask_share(self, own * self.page_bytes, timeout)
         made: list[Handle] = []
         try:
-            for _ in range(own - len(self._pages)):
-                made.append(driver.create(gpu, self.page_bytes))
+            made.extend(driver.create(gpu, self.page_bytes) for _ in range(own - len(self._pages)))
         except OutOfMemory as error:
             driver.release(made)
             self._pool.share_is()
             raise errors.OutOfMemory(str(error)) from error
         addresses = [driver.reserve(self.page_bytes) for _ in made]
         driver.map(list(zip(addresses, made, strict=True)))
-        self._pages += [(a, h, self._pool.view(h)) for a, h in zip(addresses, made, strict=True)]
+        view = self._pool.view
+        self._pages += [(a, h, view(int(a), self.page_bytes)) for a, h in zip(addresses, made, strict=True)]
         self._pool.share_is()
 
     def _shrink_own(self, own: int) -> None:

@@ -39,5 +39,5 @@ class Ended(Ticket):
         """Always."""
         return True
 
-    def wait(self, timeout: float | None = None) -> None:  # noqa: ARG002
+    def wait(self, timeout: float | None = None) -> None:
         """Return at once."""

@@ -110,7 +110,7 @@ class Window:
         self._handle: Handle | None = driver.create(pool.gpu, self.size)
         self._address = driver.reserve(self.size)
         driver.map([(self._address, self._handle)])
-        view = pool.view(self._handle)
+        view = pool.view(int(self._address), self.size)
         self.slots: list[Slot] = []
         for i in range(slots):
             at = i * slot_bytes

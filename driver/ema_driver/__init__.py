@@ -1,1 +1,31 @@
-"""Memory drivers: one Protocol (`ema_driver.protocol`) and its implementations."""
+"""Memory drivers: one Protocol (`ema_driver.protocol`) and its implementations, opened by name."""
+
+from ema_driver.errors import DriverUnavailable
+from ema_driver.protocol import MemoryDriver
+
+
+def open_node(name: str, endpoint: str) -> MemoryDriver:
+    """The agent's session with all GPUs of this node. `endpoint` is the device process's socket for `sim`.
+
+    Raises DriverUnavailable.
+    """
+    if name != "sim":
+        raise DriverUnavailable(f"driver {name!r} is not built in; sim is")
+    from ema_driver.sim.session import SimDriver  # noqa: PLC0415 - a driver is imported only where it is used
+
+    try:
+        return SimDriver.connect(endpoint)
+    except OSError as error:
+        raise DriverUnavailable(f"no simulated GPUs answer at {endpoint}: {error.strerror or error}") from error
+
+
+def open_guest(name: str, fd: int | None) -> MemoryDriver:
+    """A borrower's session with its own GPU. `fd` is what the agent sent for it, and becomes the session's.
+
+    Raises DriverUnavailable.
+    """
+    if name != "sim" or fd is None:
+        raise DriverUnavailable(f"driver {name!r} is not built in; sim is, with a session that the agent hands over")
+    from ema_driver.sim.session import SimDriver  # noqa: PLC0415 - a driver is imported only where it is used
+
+    return SimDriver.from_fd(fd)

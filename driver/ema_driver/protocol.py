@@ -304,6 +304,6 @@ class MemoryDriver(Protocol):
 class CpuVisible(Protocol):
     """A driver whose memory the CPU can map: simulated GPUs, where the client's CPU plays the kernels."""
 
-    def view(self, handle: Handle) -> memoryview:
-        """The memory's bytes in this process, writable. Release the view before the handle."""
+    def view(self, address: int, size: int) -> memoryview:
+        """The bytes mapped at an address now, writable, in this process. Drop the view before the memory is unmapped."""
         ...

@@ -1,0 +1,388 @@
+"""The agent: one node's memory, its borrowers and its policy, wired together on one event loop."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ema_agent import pairs
+from ema_agent.backing import Backing
+from ema_agent.cleaner import Cleaner
+from ema_agent.connection import Connection
+from ema_agent.door import NAME, Door, Guest
+from ema_agent.figures import Figures
+from ema_agent.gates import Gates
+from ema_agent.health import Health
+from ema_agent.lanes import Lanes
+from ema_agent.ledger import Chunk, Lease, Ledger, Region, State
+from ema_agent.node import Node
+from ema_agent.session import Session, welcome
+from ema_agent.steward import Reclaim, Steward
+from ema_agent.watch import OLD, Watch
+from ema_core import wire
+from ema_core.api import MemoryPool
+from ema_core.errors import FieldError, InvalidInput
+from ema_core.ids import HOST, GpuId, LeaseId, Place, PoolName
+from ema_core.plan import Plan
+from ema_core.resolve import GpuFacts, resolve
+from ema_core.wire import Kinds
+from ema_driver.errors import DriverError
+from ema_driver.protocol import MemoryDriver
+
+TICK: Final = 0.05
+"""Seconds between two looks at what only time changes: deadlines, minHold, queue positions, health."""
+POLL: Final = 0.5
+"""Seconds between two looks at which devices there are."""
+RETEST: Final = 30.0
+"""Seconds between two tests of barred pairs."""
+SESSIONS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How an agent is started."""
+
+    driver: str
+    endpoint: str
+    """Where a child process finds the driver; empty for one that needs no such thing."""
+    folder: Path
+    client_mode: int = 0o600
+    """Permissions of the socket that clients connect to."""
+    pair_limit: float = pairs.LIMIT
+
+
+class Agent:
+    """Everything of one node. `run` serves until `stop` is called or the driver session is lost."""
+
+    def __init__(self, driver: MemoryDriver, pools: Sequence[MemoryPool], setup: Setup) -> None:
+        self.driver, self.setup = driver, setup
+        self.node = Node(driver)
+        self.node.discover()
+        self.ledger = Ledger()
+        self.figures = Figures()
+        self.health = Health()
+        self.sessions: dict[LeaseId, Session] = {}
+        self.pools: dict[PoolName, MemoryPool] = {}
+        home = next(iter(self.node.devices))
+        self.gates = Gates(driver)
+        self.backing = Backing(driver, self.gates, home)
+        self.steward = Steward(self.node, self.ledger, self.backing, self)
+        self.ready = False
+        self.why_ended: str | None = None
+        self._numbers = itertools.count(1)
+        self._end = asyncio.Event()
+        self._refresh = asyncio.Event()
+        self.set_pools(pools)
+        loop = asyncio.get_running_loop()
+        cap = max((p.spec.lending.max_traffic or 0 for p in pools), default=0)
+        self.lanes = Lanes(cap, time.monotonic, loop.call_later)
+        self.cleaner = Cleaner(self.steward, cap)
+        self.watch = Watch(driver, self.node, self._fresh, self.fail)
+        self.steward.freed = self.watch.look_now
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Verify the paths, open the door, serve; give everything back at the end."""
+        await self._verify()
+        self.watch.start()
+        door = Door(self.setup.folder / "client.sock", self.setup.client_mode, self._introduce)
+        self.ready = True
+        loops = [asyncio.ensure_future(c) for c in (self.steward.run(), self.cleaner.run(), self._tick(), self._poll())]
+        try:
+            await asyncio.wait([asyncio.ensure_future(self._end.wait()), *loops], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.ready = False
+            door.close()
+            for task in loops:
+                if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                    self.why_ended = f"internal error: {error!r}"
+            await self._give_back(loops)
+        for task in loops:
+            if not task.cancelled():
+                task.result()
+
+    def stop(self) -> None:
+        """End in good order."""
+        self._end.set()
+
+    def fail(self, why: str) -> None:
+        """The driver session is lost for good: end, so that whoever started this process starts it anew."""
+        self.why_ended = why
+        self._end.set()
+
+    async def _give_back(self, loops: Sequence["asyncio.Future[None]"]) -> None:
+        for session in list(self.sessions.values()):
+            if session.connection is not None:
+                session.connection.close("the agent ends")
+        deadline = time.monotonic() + 15.0
+        while self.sessions and self.why_ended is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        for task in loops:
+            task.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+        self.watch.stop()
+        if self.why_ended is None:
+            await self.steward.stop()
+            self.backing.trim(0)
+            self.gates.close_pages()
+
+    def set_pools(self, pools: Sequence[MemoryPool]) -> None:
+        """Use these pools from now on. Raises InvalidInput if one cannot be on this node; then nothing changes."""
+        errors = []
+        for pool in pools:
+            for gpu in self.node.devices:
+                grain = self.driver.granularity(gpu)
+                if pool.spec.chunk_size % grain:
+                    errors.append(
+                        FieldError("spec.chunkSize", pool.spec.chunk_size, f"a multiple of {grain} bytes on this node")
+                    )
+                    break
+            name = PoolName(pool.metadata.name)
+            old = self.pools.get(name)
+            in_use = any(e.pool == name for e in self.ledger.leases.values())
+            if old is not None and in_use and old.spec.chunk_size != pool.spec.chunk_size:
+                errors.append(
+                    FieldError("spec.chunkSize", pool.spec.chunk_size, f"{old.spec.chunk_size} while leases are open")
+                )
+        missing = {e.pool for e in self.ledger.leases.values()} - {PoolName(p.metadata.name) for p in pools}
+        errors += [FieldError("metadata.name", gone, "to stay: leases of this pool are open") for gone in missing]
+        if errors:
+            raise InvalidInput(errors)
+        facts = {gpu: GpuFacts(d.product, d.total) for gpu, d in self.node.devices.items()}
+        self.pools = {PoolName(p.metadata.name): p for p in pools}
+        self.steward.pools = {name: resolve(p, facts) for name, p in self.pools.items()}
+        for lease in self.ledger.leases.values():
+            self._set_terms(lease)
+        self.steward.wake()
+
+    # --- loops -------------------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            now = time.monotonic()
+            for session in list(self.sessions.values()):
+                session.look(now)
+            if self.ledger.leases:
+                self.steward.wake()
+            self._hear(now)
+            await asyncio.sleep(TICK)
+
+    def _fresh(self) -> None:
+        """A new reading of memory has come."""
+        now = time.monotonic()
+        short = False
+        for gpu, pool_headroom in self._headrooms().items():
+            if self.ledger.lent[gpu] > 0 and self.node.free(gpu) < pool_headroom:
+                self.figures.shortfall(gpu, now)
+                short = True
+            else:
+                self.figures.no_shortfall(gpu)
+        if short or any(s.waits_for_share for s in self.sessions.values()):
+            self.steward.wake()
+            for session in self.sessions.values():
+                if session.waits_for_share:
+                    session.look(now)
+
+    def _headrooms(self) -> dict[GpuId, int]:
+        found: dict[GpuId, int] = {}
+        for policy in self.steward.pools.values():
+            for gpu in policy.gpus:
+                found[gpu] = max(found.get(gpu, 0), policy.headroom)
+        return found
+
+    def _hear(self, now: float) -> None:
+        try:
+            events = self.driver.health()
+        except DriverError:
+            return
+        for gpu in self.health.report(events, now):
+            self.lose(gpu, self.health.verdicts[gpu])
+        if events or self.node.unhealthy:
+            self.health.clear(tuple(self.node.devices), now)
+            self.node.unhealthy = dict(self.health.verdicts)
+            self.steward.wake()
+
+    async def _poll(self) -> None:
+        tested = time.monotonic()
+        while True:
+            await asyncio.sleep(POLL)
+            known = tuple(self.node.devices)
+            try:
+                present = [d.id for d in await self.steward.in_thread(self.driver.devices)]
+            except DriverError:
+                continue
+            now = time.monotonic()
+            for gpu in self.health.seen(known, present, now):
+                self.node.unhealthy = dict(self.health.verdicts)
+                self.lose(gpu, self.health.verdicts[gpu])
+            if now - tested > RETEST and self.node.barred:
+                tested = now
+                await self._verify(only_barred=True)
+
+    async def _verify(self, *, only_barred: bool = False) -> None:
+        links = [k for k in self.driver.links() if not only_barred or (k.source, k.target) in self.node.barred]
+        setup = self.setup
+        for verdict in await pairs.verify(setup.driver, setup.endpoint, links, setup.pair_limit):
+            pair = verdict.source, verdict.target
+            if verdict.why:
+                self.node.barred[pair] = verdict.why
+                self.node.paths.pop(pair, None)
+            else:
+                self.node.barred.pop(pair, None)
+                self.node.paths[pair] = verdict.rate
+        self.node.observe()
+        self.steward.wake()
+
+    def lose(self, gpu: GpuId, why: str) -> None:
+        """A GPU is gone. Chunks with a true twin go there; of the others their owners are told before they can use them."""
+        chunks = [c for c in self.ledger.chunks() if c.place == gpu and c.state in (State.DIRTY, State.CLEAN)]
+        by_region: dict[tuple[LeaseId, int], list[Chunk]] = {}
+        self.gates.close([c.gate for c in chunks])
+        for c in chunks:
+            if c.state is State.CLEAN and not c.gate.dirty and not c.busy:
+                continue
+            self.ledger.become(c, State.LOST)
+            by_region.setdefault((c.lease.id, c.region.number), []).append(c)
+        for gone in by_region.values():
+            self.lost(gone[0].lease, gone[0].region, [c.index for c in gone], f"{gpu}: {why}")
+        self.node.unhealthy.setdefault(gpu, why)
+        self.steward.wake()
+
+    # --- clients -----------------------------------------------------------------------------------------------------
+
+    def _introduce(self, guest: Guest, hello: wire.Hello) -> None:
+        connection = guest.connection
+        if hello.version != wire.VERSION:
+            text = (
+                f"version {hello.version} of the library does not fit this agent's {wire.VERSION}: use the same release"
+            )
+            connection.send(wire.Refused(0, Kinds.VERSION, text, "version", str(hello.version), str(wire.VERSION)))
+            connection.close(text)
+            return
+        try:
+            gpu = self._gpu_of(hello.gpu)
+            pool = self._pool_of(hello.pool, gpu)
+            if not NAME.fullmatch(hello.name):
+                raise InvalidInput.of("name", hello.name, "1 to 63 letters, digits, '.', '_' or '-'")
+            if len(self.sessions) >= SESSIONS:
+                raise InvalidInput.of("clients", len(self.sessions), f"fewer than {SESSIONS}")
+            session = self._open(connection, hello.name, gpu, pool)
+        except InvalidInput as refused:
+            first = refused.errors[0]
+            connection.refuse_and_close(first.field, str(first.value), first.expected)
+            return
+        except DriverError as error:
+            connection.send(wire.Refused(0, Kinds.INTERNAL, f"the driver refused: {error}"))
+            connection.close("the driver refused")
+            return
+        guest.receive, guest.ended = session.received, session.disconnected
+
+    def _open(self, connection: Connection, name: str, gpu: GpuId, pool: PoolName) -> Session:
+        lease = Lease(LeaseId(f"{name}-{next(self._numbers)}"), pool, gpu, self.pools[pool].spec.chunk_size, name=name)
+        self._set_terms(lease)
+        session = Session(self.driver, self.steward, self.lanes, lease, self._ended)
+        session.connection = connection
+        self.ledger.open_lease(lease)
+        self.sessions[lease.id] = session
+        message, fds, own = welcome(session, self.driver, self.node)
+        connection.send(message, fds)
+        own()
+        return session
+
+    def _set_terms(self, lease: Lease) -> None:
+        spec = self.pools[lease.pool].spec
+        policy = self.steward.pools[lease.pool]
+        others = sum(size for gpu, size in policy.max_per_gpu.items() if gpu != lease.gpu) + policy.host_lend
+        lease.limit = others if spec.borrowing.max_per_pod is None else spec.borrowing.max_per_pod
+        lease.guaranteed = min(spec.borrowing.guaranteed_per_pod, lease.limit)
+
+    def _gpu_of(self, text: str) -> GpuId:
+        devices = self.node.devices
+        if text in devices:
+            return GpuId(Place(text))
+        by_index = {str(d.index): gpu for gpu, d in devices.items()}
+        if text in by_index:
+            return by_index[text]
+        if not text and len(devices) == 1:
+            return next(iter(devices))
+        raise InvalidInput.of("gpu", text or "not said", f"one of {', '.join(sorted(by_index))} or a UUID of this node")
+
+    def _pool_of(self, name: str, gpu: GpuId) -> PoolName:
+        if name:
+            if name not in self.pools:
+                raise InvalidInput.of("pool", name, f"one of {', '.join(self.pools)}")
+            return PoolName(name)
+        return next((n for n, p in self.steward.pools.items() if gpu in p.gpus), next(iter(self.pools)))
+
+    def _ended(self, session: Session) -> None:
+        self.sessions.pop(session.lease.id, None)
+
+    # --- what the steward tells --------------------------------------------------------------------------------------
+
+    def moved(self, lease: Lease, region: Region, size: int) -> None:
+        """Tell the client what its region is fetched at now."""
+        places = {c.place for c in region.chunks if c is not None and c.state not in (State.DROPPED, State.LOST)}
+        rate = min((self.node.rate(p, lease.gpu) for p in places), default=0)
+        self.figures.moved(lease.pool, size)
+        if (session := self.sessions.get(lease.id)) is not None:
+            session.tell(wire.Moved(region.number, size, rate))
+
+    def dropped(self, lease: Lease, region: Region, chunks: Sequence[int]) -> None:
+        """Write the client's notice word, then tell it."""
+        region.drops += 1
+        if (session := self.sessions.get(lease.id)) is not None:
+            session.notice.store(wire.NOTICE_REGIONS + region.number, region.drops & 0xFFFFFFFF)
+            session.tell(wire.Dropped(0, region.number, list(chunks[:1024])))
+
+    def lost(self, lease: Lease, region: Region, chunks: Sequence[int], cause: str) -> None:
+        """Tell the client which bytes it must not use; their gates stay closed."""
+        self.figures.lost(lease.pool, len(chunks) * lease.chunk)
+        if (session := self.sessions.get(lease.id)) is not None:
+            session.send(wire.Lost(region.number, list(chunks), cause))
+
+    def granted(self, lease: Lease, region: Region) -> None:
+        """A promise was kept."""
+        if (session := self.sessions.get(lease.id)) is not None:
+            session.granted(region)
+
+    def reclaimed(self, record: Reclaim) -> None:
+        """Count it."""
+        self.figures.reclaimed(record)
+
+    def planned(self, outcome: Plan, seconds: float) -> None:
+        """Count it; whoever waits hears where it stands."""
+        self.figures.planned(outcome, seconds)
+
+    # --- what others ask ---------------------------------------------------------------------------------------------
+
+    @property
+    def trouble(self) -> str:
+        """Why this agent cannot serve just now; empty if it can."""
+        if not self.ready:
+            return "it is starting or ending"
+        if self.watch.age > OLD:
+            return f"the driver has not answered a memory query for {self.watch.age:.1f} s"
+        return ""
+
+    def drain(self, gpu: GpuId, *, undo: bool = False) -> int:
+        """Empty a GPU (or stop to); bytes still lent from it."""
+        if undo:
+            self.node.draining.discard(gpu)
+        else:
+            self.node.draining.add(gpu)
+        self.steward.wake()
+        return self.ledger.lent[gpu]
+
+    def find_gpu(self, text: str) -> GpuId:
+        """A GPU by UUID or index. Raises InvalidInput."""
+        return self._gpu_of(text)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that we hold: chunks, their copies, and spare pieces."""
+        twins = sum(c.size for c in self.ledger.chunks() if c.twin is not None)
+        return self.ledger.lent[HOST] + twins + self.backing.spare_bytes

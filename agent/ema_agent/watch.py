@@ -1,0 +1,83 @@
+"""The watch: a thread that reads memory every few milliseconds, so that a lender's own demand is seen at once.
+
+The agent's loop never waits for a driver query: one that hangs costs fresh numbers, not the agent. While readings are old,
+the agent says so and grants nothing.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from ema_agent.node import Node
+from ema_driver.errors import ContextLost, DriverError
+from ema_driver.protocol import MemoryDriver
+
+PERIOD: Final = 0.005
+"""Seconds between two readings."""
+OLD: Final = 1.0
+"""Seconds after which a reading is too old to grant anything by."""
+
+
+class Watch:
+    """Reads memory on its own thread and hands readings to the loop."""
+
+    def __init__(
+        self, driver: MemoryDriver, node: Node, fresh: Callable[[], None], broken: Callable[[str], None]
+    ) -> None:
+        self._driver, self._node = driver, node
+        self._fresh = fresh
+        """Called on the loop after each reading."""
+        self._broken = broken
+        """Called on the loop when the driver session is lost for good."""
+        self._loop = asyncio.get_running_loop()
+        self._look = threading.Event()
+        self._stop = False
+        self.read_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="ema-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def look_now(self) -> None:
+        """Do not wait for the next period."""
+        self._look.set()
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last reading."""
+        return time.monotonic() - self.read_at
+
+    def stop(self) -> None:
+        """End; a query that hangs is left behind."""
+        self._stop = True
+        self._look.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while not self._stop:
+            self._look.wait(PERIOD)
+            self._look.clear()
+            quiet = self._node.quiet()
+            try:
+                memory = self._driver.memory()
+            except ContextLost as error:
+                self._tell(lambda why=str(error): self._broken(why))  # type: ignore[misc]
+                return
+            except DriverError:
+                continue
+            self._tell(lambda m=memory, q=quiet: self._take(m, q))  # type: ignore[misc]
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        if not self._stop:
+            try:
+                self._loop.call_soon_threadsafe(what)
+            except RuntimeError:
+                self._stop = True  # the loop is closed
+
+    def _take(self, memory: object, quiet: object) -> None:
+        self.read_at = time.monotonic()
+        self._node.take(memory, quiet)  # type: ignore[arg-type]
+        self._fresh()
