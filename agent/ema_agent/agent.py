@@ -224,7 +224,8 @@ class Agent:
                 await self._verify(only_barred=True)
 
     async def _verify(self, *, only_barred: bool = False) -> None:
-        links = [k for k in self.driver.links() if not only_barred or (k.source, k.target) in self.node.barred]
+        links = [k for k in self.driver.links() if k.source != k.target]
+        links = [k for k in links if not only_barred or (k.source, k.target) in self.node.barred]
         setup = self.setup
         for verdict in await pairs.verify(setup.driver, setup.endpoint, links, setup.pair_limit):
             pair = verdict.source, verdict.target
