@@ -5,6 +5,7 @@ import mmap
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
@@ -41,6 +42,7 @@ class SimDriver:
 
     def __init__(self, link: socket.socket) -> None:
         self._channel = Channel(link)
+        self._closed = False
         try:
             self.config: SimConfig = self._ask(SimConfig, wire.Hello(self._channel.seq(), wire.VERSION))
         except BaseException:
@@ -213,14 +215,17 @@ class SimDriver:
 
     def shutdown(self) -> None:
         """End the device process, and with it every session. Simulation only."""
-        try:
+        with suppress(ContextLost):
             self._do(wire.Shutdown(self._channel.seq()))
-        except ContextLost:
-            self._channel.close()
+        self.close()
 
     def close(self) -> None:
-        """End the session: what it created is given back."""
-        self._channel.close()
+        """End the session; what it held is given back when this returns."""
+        if not self._closed:
+            self._closed = True
+            with suppress(ContextLost):
+                self._do(wire.Bye(self._channel.seq()))
+            self._channel.close()
 
     def __enter__(self) -> Self:
         return self

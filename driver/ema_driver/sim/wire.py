@@ -243,8 +243,14 @@ class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag=32):
     seq: Natural
 
 
+class Bye(msgspec.Struct, array_like=True, frozen=True, tag=33):
+    """→ the end of the session, once all it held is given back."""
+
+    seq: Natural
+
+
 Call = (
-    Hello | Devices | Links | Memory | Create | Export | Adopt | Release | Reserve | Unreserve | Map | Unmap | Open
+    Bye | Hello | Devices | Links | Memory | Create | Export | Adopt | Release | Reserve | Unreserve | Map | Unmap | Open
     | RegisterPage | OpenStream | CloseStream | Instantiate | Synchronize | Health | Guest | Inject | Clear | Shutdown
 )  # fmt: skip
 Message = Launch | Enqueue | CloseGraph | ClosePage | Call

@@ -112,7 +112,7 @@ class Session:
 
     def _call(self, call: wire.Call, fds: Sequence[int]) -> None:
         try:
-            if self._lost is not None:
+            if self._lost is not None and not isinstance(call, wire.Bye):
                 raise self._lost
             _CALLS[type(call)](self, call, fds)
         except OutOfMemory as error:
@@ -154,9 +154,13 @@ class Session:
         if not self._open:
             return
         self._open = False
+        self._give_up()
         self._machine.tenants.discard(self)
         self._machine.loop.forget(self._link.fileno())
         self._link.close()
+        self._ended(self)
+
+    def _give_up(self) -> None:
         for stream in self._streams.values():
             stream.fail(ContextLost("the session has ended"))
         self.space.clear()
@@ -167,7 +171,23 @@ class Session:
         for page in self._pages.values():
             self._machine.pages.drop(page)
         self._pages.clear()
-        self._ended(self)
+
+    def bye(self, _call: wire.Bye, _: Sequence[int]) -> None:
+        """The caller sees its connection end when no byte of it moves any more."""
+        moving = [stream for stream in self._streams.values() if stream.job is not None]
+        self._give_up()
+        left = len(moving)
+
+        def still() -> None:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                self.end()
+
+        if not moving:
+            self.end()
+        for stream in moving:
+            stream.when_still(still)
 
     # Calls
 
@@ -450,6 +470,7 @@ class Session:
 
 
 _CALLS: dict[type, Callable[[Session, Any, Sequence[int]], None]] = {
+    wire.Bye: Session.bye,
     wire.Hello: Session.hello,
     wire.Devices: Session.devices,
     wire.Links: Session.links,
