@@ -5,13 +5,16 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from ema_core.ids import Place
 from ema_driver import errors
 from ema_driver.sim import wire
 
-_KINDS = {kind.__name__: kind for kind in (errors.InvalidUse, errors.DeviceLost, errors.ContextLost)}
+_KINDS = {
+    kind.__name__: kind for kind in (errors.DriverError, errors.InvalidUse, errors.DeviceLost, errors.ContextLost)
+}
 _GONE = "the device process has gone, and all simulated memory with it"
 
 
@@ -95,10 +98,8 @@ class Channel:
         """End the session; calls that wait raise ContextLost. Twice is harmless."""
         with self._turn:
             self._ended = self._ended or "the session is closed"
-        try:
+        with suppress(OSError):  # the other end went first
             self._link.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the other end went first
-            pass
         with self._turn:
             self._turn.wait_for(lambda: not self._reading)
         self._link.close()

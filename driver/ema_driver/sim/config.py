@@ -70,6 +70,7 @@ class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         if not self.gpus:
             raise ValueError("gpus: empty; name at least one group of GPUs")
         count = self.gpu_count
+        named: list[tuple[str, tuple[int, ...]]]
         named = [(f"links[{i}]", (link.source, link.target)) for i, link in enumerate(self.links)]
         named += [(f"faults[{i}]", numbers(fault)) for i, fault in enumerate(self.faults)]
         for field, used in named:
@@ -84,7 +85,7 @@ class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @classmethod
     def parse(cls, data: Mapping[str, object]) -> Self:
-        """A configuration from plain data. Raises ValueError that names the field, its value and what would be right."""
+        """From plain data. Raises ValueError that names the field, its value and what would be right."""
         try:
             return msgspec.convert(data, cls)
         except msgspec.ValidationError as error:

@@ -5,9 +5,10 @@ import mmap
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self, TypeVar
 
 import msgspec
 
@@ -20,6 +21,8 @@ from ema_driver.sim.config import SimConfig
 from ema_driver.sim.faults import Fault
 from ema_driver.sim.streams import SimStream
 from ema_driver.sim.words import SimWords
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class SimDriver:
 
     def __init__(self, link: socket.socket) -> None:
         self._channel = Channel(link)
+        self._closed = False
         try:
             self.config: SimConfig = self._ask(SimConfig, wire.Hello(self._channel.seq(), wire.VERSION))
         except BaseException:
@@ -55,29 +59,26 @@ class SimDriver:
         """A session behind a connected descriptor, which becomes the session's."""
         return cls(socket.socket(fileno=fd))
 
-    def _ask(self, kind: Any, call: wire.Call, fds: Sequence[int] = ()) -> Any:
+    def _ask(self, kind: type[T], call: wire.Call, fds: Sequence[int] = ()) -> T:
         result, received = self._channel.ask(call, fds)
         for fd in received:
             os.close(fd)
         return msgspec.convert(result, kind)
 
-    def _ask_fds(self, call: wire.Call, fds: Sequence[int] = ()) -> tuple[Any, list[int]]:
-        return self._channel.ask(call, fds)
+    def _do(self, call: wire.Call) -> None:
+        self._channel.ask(call)
 
     def devices(self) -> Sequence[Device]:
         """The GPUs this session can see."""
-        devices: list[Device] = self._ask(list[Device], wire.Devices(self._channel.seq()))
-        return devices
+        return self._ask(list[Device], wire.Devices(self._channel.seq()))
 
     def links(self) -> Sequence[Link]:
         """Claimed paths."""
-        links: list[Link] = self._ask(list[Link], wire.Links(self._channel.seq()))
-        return links
+        return self._ask(list[Link], wire.Links(self._channel.seq()))
 
     def memory(self) -> Mapping[Place, MemoryInfo]:
         """Bytes of every visible GPU that answers, and of `HOST`."""
-        memory: dict[Place, MemoryInfo] = self._ask(dict[Place, MemoryInfo], wire.Memory(self._channel.seq()))
-        return memory
+        return self._ask(dict[Place, MemoryInfo], wire.Memory(self._channel.seq()))
 
     def granularity(self, place: Place) -> int:  # noqa: ARG002  (the same everywhere)
         """Sizes are multiples of this many bytes."""
@@ -92,7 +93,7 @@ class SimDriver:
 
     def export(self, handle: Handle) -> int:
         """A new descriptor of the memory, close-on-exec; the caller closes it."""
-        _, (fd,) = self._ask_fds(wire.Export(self._channel.seq(), self._number(handle)))
+        _, (fd,) = self._channel.ask(wire.Export(self._channel.seq(), self._number(handle)))
         return fd
 
     def adopt(self, fd: int, size: int) -> SimHandle:
@@ -112,7 +113,7 @@ class SimDriver:
 
     def release(self, handles: Sequence[Handle]) -> None:
         """Give handles up, all or none."""
-        self._ask(None, wire.Release(self._channel.seq(), tuple(self._number(handle) for handle in handles)))
+        self._do(wire.Release(self._channel.seq(), tuple(self._number(handle) for handle in handles)))
 
     def reserve(self, size: int) -> Address:
         """Reserve an address range with nothing mapped in it."""
@@ -122,16 +123,16 @@ class SimDriver:
 
     def unreserve(self, addresses: Sequence[Address]) -> None:
         """Give address ranges up, all or none."""
-        self._ask(None, wire.Unreserve(self._channel.seq(), tuple(addresses)))
+        self._do(wire.Unreserve(self._channel.seq(), tuple(addresses)))
 
     def map(self, pairs: Sequence[tuple[Address, Handle]]) -> None:
         """Map each handle's whole memory at the address, all or none."""
         numbered = tuple((address, self._number(handle)) for address, handle in pairs)
-        self._ask(None, wire.Map(self._channel.seq(), numbered))
+        self._do(wire.Map(self._channel.seq(), numbered))
 
     def unmap(self, addresses: Sequence[Address]) -> None:
         """Unmap what is at each address, all or none; under a copy that has begun it costs the session."""
-        self._ask(None, wire.Unmap(self._channel.seq(), tuple(addresses)))
+        self._do(wire.Unmap(self._channel.seq(), tuple(addresses)))
 
     def words(self, count: int) -> SimWords:
         """A new page of at least `count` words, all zero."""
@@ -148,7 +149,7 @@ class SimDriver:
         """A page that another process made; refused unless it is sealed against resizing and large enough."""
         if count <= 0:
             raise InvalidUse(f"words: count {count}; must be positive")
-        number, (doorbell,) = self._ask_fds(wire.RegisterPage(self._channel.seq(), count), [fd])
+        number, (doorbell,) = self._channel.ask(wire.RegisterPage(self._channel.seq(), count), [fd])
         return SimWords(os.dup(fd), count, doorbell, number, self._forget_page)
 
     def _forget_page(self, number: int) -> None:
@@ -168,7 +169,7 @@ class SimDriver:
         """
         if size <= 0 or address < 0:
             raise InvalidUse(f"view: {size} bytes at {address:#x}; size must be positive")
-        pieces, fds = self._ask_fds(wire.Open(self._channel.seq(), address, size))
+        pieces, fds = self._channel.ask(wire.Open(self._channel.seq(), address, size))
         try:
             lead = pieces[0][0] % mmap.PAGESIZE
             area = mmap.mmap(-1, lead + size)
@@ -197,32 +198,34 @@ class SimDriver:
 
     def health(self) -> Sequence[HealthEvent]:
         """What devices reported since the last call."""
-        events: list[HealthEvent] = self._ask(list[HealthEvent], wire.Health(self._channel.seq()))
-        return events
+        return self._ask(list[HealthEvent], wire.Health(self._channel.seq()))
 
     def guest(self, device: GpuId) -> int:
         """A descriptor that opens a session which sees only `device` (`from_fd`); the caller closes it."""
-        _, (fd,) = self._ask_fds(wire.Guest(self._channel.seq(), device))
+        _, (fd,) = self._channel.ask(wire.Guest(self._channel.seq(), device))
         return fd
 
     def inject(self, fault: Fault) -> None:
         """Let a fault happen. Simulation only. Raises InvalidUse for a GPU or path that does not exist."""
-        self._ask(None, wire.Inject(self._channel.seq(), fault))
+        self._do(wire.Inject(self._channel.seq(), fault))
 
     def clear(self, fault: Fault) -> None:
         """End a fault; harmless if it did not happen. Simulation only."""
-        self._ask(None, wire.Clear(self._channel.seq(), fault))
+        self._do(wire.Clear(self._channel.seq(), fault))
 
     def shutdown(self) -> None:
         """End the device process, and with it every session. Simulation only."""
-        try:
-            self._ask(None, wire.Shutdown(self._channel.seq()))
-        except ContextLost:
-            self._channel.close()
+        with suppress(ContextLost):
+            self._do(wire.Shutdown(self._channel.seq()))
+        self.close()
 
     def close(self) -> None:
-        """End the session: what it created is given back."""
-        self._channel.close()
+        """End the session; what it held is given back when this returns."""
+        if not self._closed:
+            self._closed = True
+            with suppress(ContextLost):
+                self._do(wire.Bye(self._channel.seq()))
+            self._channel.close()
 
     def __enter__(self) -> Self:
         return self

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ema_driver.sim import linux
 from ema_driver.sim.faults import Fault
 
 VERSION = 1
@@ -242,8 +243,14 @@ class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag=32):
     seq: Natural
 
 
+class Bye(msgspec.Struct, array_like=True, frozen=True, tag=33):
+    """→ the end of the session, once all it held is given back."""
+
+    seq: Natural
+
+
 Call = (
-    Hello | Devices | Links | Memory | Create | Export | Adopt | Release | Reserve | Unreserve | Map | Unmap | Open
+    Bye | Hello | Devices | Links | Memory | Create | Export | Adopt | Release | Reserve | Unreserve | Map | Unmap | Open
     | RegisterPage | OpenStream | CloseStream | Instantiate | Synchronize | Health | Guest | Inject | Clear | Shutdown
 )  # fmt: skip
 Message = Launch | Enqueue | CloseGraph | ClosePage | Call
@@ -277,10 +284,9 @@ def send(link: socket.socket, body: bytes, fds: Sequence[int] = ()) -> None:
         else:
             link.send(body)
         return
-    file = os.memfd_create("ema-message", os.MFD_CLOEXEC)
+    file = linux.sealed_memory("ema-message", len(body))
     try:
-        with os.fdopen(os.dup(file), "wb") as out:
-            out.write(body)
+        os.pwrite(file, body, 0)
         socket.send_fds(link, [IN_FILE], [*fds, file])
     finally:
         os.close(file)
@@ -299,8 +305,8 @@ def receive(link: socket.socket) -> tuple[bytes, list[int]]:
     if body == IN_FILE and held:
         file = held.pop()
         try:
-            size = os.fstat(file).st_size
-            body = os.pread(file, min(size, BODY_LIMIT), 0)
+            # Only a memory file: reading anything else could block whoever reads.
+            body = os.pread(file, min(os.fstat(file).st_size, BODY_LIMIT), 0) if linux.is_sealed(file) else b"\xc1"
         finally:
             os.close(file)
     return body, held

@@ -108,11 +108,13 @@ class Accounts:
 
     def find(self, fd: int, size: int) -> Allocation:
         """The allocation behind a descriptor. Raises InvalidUse."""
+        # Asked first: `fstat` of some foreign file systems can block, this cannot.
+        if not linux.is_sealed(fd):
+            raise InvalidUse("adopt: the descriptor is no memory file sealed against resizing")
         stat = os.fstat(fd)
         allocation = self._by_inode.get(stat.st_ino)
         if allocation is None or not os.path.sameopenfile(fd, allocation.fd):
-            sealed = "" if linux.is_sealed(fd) else ", it is not even sealed against resizing"
-            raise InvalidUse(f"adopt: the descriptor is no memory of these devices{sealed}")
+            raise InvalidUse("adopt: the descriptor is no memory of these devices")
         if allocation.size != size:
             raise InvalidUse(f"adopt: size {size} asked, the memory has {allocation.size} bytes")
         return allocation

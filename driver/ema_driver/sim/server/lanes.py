@@ -7,8 +7,8 @@ process noticed later. So late wake-ups do not add up, and a lane that always ha
 import ctypes
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from ema_core.ids import Place
 from ema_driver.sim.server.loop import Loop, now
 from ema_driver.sim.server.space import Mapped
 
@@ -23,14 +23,18 @@ _CREDIT_NS = 20_000_000
 _memmove = ctypes.memmove
 
 
+@dataclass(slots=True, kw_only=True)
 class Segment:
     """A part of a copy with one mapping on either side."""
 
-    __slots__ = ("lane", "left", "read_from", "source", "target", "write_to")
-
-    def __init__(self, lane: "Lane", target: Mapped, source: Mapped, write_to: int, read_from: int, left: int) -> None:
-        self.lane, self.target, self.source = lane, target, source
-        self.write_to, self.read_from, self.left = write_to, read_from, left
+    lane: "Lane"
+    target: Mapped
+    source: Mapped
+    write_to: int
+    """Where the next byte goes, in this process."""
+    read_from: int
+    left: int
+    """Bytes."""
 
 
 class Job:
@@ -59,11 +63,8 @@ class Job:
 class Lane:
     """One ordered pair of places."""
 
-    def __init__(
-        self, loop: Loop, source: Place, target: Place, rate: int, latency: float, settle: Callable[[Mapped], None]
-    ) -> None:
+    def __init__(self, loop: Loop, rate: int, latency: float, settle: Callable[[Mapped], None]) -> None:
         self._loop, self._settle = loop, settle
-        self.source, self.target = source, target
         self._bytes_per_ns = rate / 1e9
         """0: as fast as this machine moves bytes."""
         self._latency = int(latency * 1e9)

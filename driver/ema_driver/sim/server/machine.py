@@ -75,7 +75,7 @@ class Machine:
 
     def _lane(self, link: Link) -> Lane:
         rate, latency = (link.rate, self.config.latency) if self.config.link_delays else (0, 0.0)
-        return Lane(self.loop, link.source, link.target, rate, latency, self._settle)
+        return Lane(self.loop, rate, latency, self._settle)
 
     def _settle(self, part: Mapped) -> None:
         self.accounts.settle(part.allocation)
@@ -174,12 +174,17 @@ class Machine:
                 self.accounts.refused.pop(self.place(fault.place), None)
             case faults.UnsupportedMemory() | faults.NonsenseMemory():
                 self._memory_faults.pop(self._gpu(fault.gpu), None)
+            case _:
+                self._clear_link(fault)
+
+    def _clear_link(self, fault: faults.LyingPair | faults.SlowLink | faults.HungLink) -> None:
+        lane = self._pair(fault.source, fault.target)
+        match fault:
             case faults.LyingPair():
-                self._pair(fault.source, fault.target).lie = ""
+                lane.lie = ""
             case faults.SlowLink():
-                self._pair(fault.source, fault.target).factor = 1.0
+                lane.factor = 1.0
             case faults.HungLink():
-                lane = self._pair(fault.source, fault.target)
                 lane.hung = False
                 lane.resume()
 

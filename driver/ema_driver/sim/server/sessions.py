@@ -4,7 +4,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,9 +16,11 @@ from ema_driver.sim.server.accounts import Allocation
 from ema_driver.sim.server.lanes import Job, Segment
 from ema_driver.sim.server.loop import now
 from ema_driver.sim.server.machine import Machine
-from ema_driver.sim.server.pages import Page
 from ema_driver.sim.server.space import AddressSpace
 from ema_driver.sim.server.streams import COPY, WAIT, WRITE, Compiled, Program, Stream, lost
+
+if TYPE_CHECKING:
+    from ema_driver.sim.server.pages import Page
 
 _MESSAGES_A_TURN = 16
 _KEPT_EVENTS = 1000
@@ -110,13 +112,15 @@ class Session:
 
     def _call(self, call: wire.Call, fds: Sequence[int]) -> None:
         try:
-            if self._lost is not None:
+            if self._lost is not None and not isinstance(call, wire.Bye):
                 raise self._lost
             _CALLS[type(call)](self, call, fds)
         except OutOfMemory as error:
             self._answer(wire.Failure(call.seq, "OutOfMemory", (error.place, error.asked, error.free)))
         except DriverError as error:
             self._fail(call.seq, error)
+        except OSError as error:  # descriptors or memory of the machine underneath are short
+            self._fail(call.seq, DriverError(f"{type(call).__name__}: {error}"))
 
     def _fail(self, seq: int, error: DriverError) -> None:
         self._answer(wire.Failure(seq, type(error).__name__, (str(error),)))
@@ -150,9 +154,13 @@ class Session:
         if not self._open:
             return
         self._open = False
+        self._give_up()
         self._machine.tenants.discard(self)
         self._machine.loop.forget(self._link.fileno())
         self._link.close()
+        self._ended(self)
+
+    def _give_up(self) -> None:
         for stream in self._streams.values():
             stream.fail(ContextLost("the session has ended"))
         self.space.clear()
@@ -163,7 +171,23 @@ class Session:
         for page in self._pages.values():
             self._machine.pages.drop(page)
         self._pages.clear()
-        self._ended(self)
+
+    def bye(self, _call: wire.Bye, _: Sequence[int]) -> None:
+        """The caller sees its connection end when no byte of it moves any more."""
+        moving = [stream for stream in self._streams.values() if stream.job is not None]
+        self._give_up()
+        left = len(moving)
+
+        def still() -> None:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                self.end()
+
+        if not moving:
+            self.end()
+        for stream in moving:
+            stream.when_still(still)
 
     # Calls
 
@@ -216,10 +240,7 @@ class Session:
         granularity = self._machine.config.granularity
         if call.size <= 0 or call.size % granularity:
             raise InvalidUse(f"create: size {call.size}; must be a positive multiple of {granularity}")
-        if call.place == HOST and self._guest is None:
-            place = HOST
-        else:
-            place = self._own(call.place)
+        place = HOST if call.place == HOST and self._guest is None else self._own(call.place)
         self._number(self._handles)
         self._reply(call.seq, self._keep(self._accounts.create(place, call.size)))
 
@@ -434,13 +455,22 @@ class Session:
                 self.fault(f"a copy from {of.allocation.place} to {to.allocation.place}, which have no path")
                 return None
             part_size = min(size, to.end - target, of.end - source)
-            write_to = to.allocation.base + target - to.address
-            segments.append(Segment(lane, to, of, write_to, of.allocation.base + source - of.address, part_size))
+            segments.append(
+                Segment(
+                    lane=lane,
+                    target=to,
+                    source=of,
+                    write_to=to.allocation.base + target - to.address,
+                    read_from=of.allocation.base + source - of.address,
+                    left=part_size,
+                )
+            )
             target, source, size = target + part_size, source + part_size, size - part_size
-        return Job(segments, stream.clock or now(), stream.finished)
+        return Job(segments, stream.clock or now(), stream.finished) if segments else None
 
 
 _CALLS: dict[type, Callable[[Session, Any, Sequence[int]], None]] = {
+    wire.Bye: Session.bye,
     wire.Hello: Session.hello,
     wire.Devices: Session.devices,
     wire.Links: Session.links,

@@ -67,16 +67,15 @@ class AddressSpace:
         done: list[int] = []
         try:
             for address, handle in pairs:
-                allocation = handles.get(handle)
-                if allocation is None:
-                    raise InvalidUse(f"map: handle {handle} is unknown or released")
-                self._map(address, allocation)
+                self._map(address, handles.get(handle))
                 done.append(address)
         except InvalidUse:
             self._drop(done)
             raise
 
-    def _map(self, address: int, allocation: Allocation) -> None:
+    def _map(self, address: int, allocation: Allocation | None) -> None:
+        if allocation is None:
+            raise InvalidUse("map: a handle is unknown or released")
         at = bisect_right(self._range_starts, address) - 1
         end = address + allocation.size
         if at < 0 or end > self._ranges[self._range_starts[at]]:

@@ -124,7 +124,8 @@ class Stream:
             kind, first, second, third, page = self._program[self._position]
             if page is None:
                 self._position += 1
-                if not self._begin_copy(first, second, third):
+                self._begin_copy(first, second, third)
+                if self.job is not None or self.error is not None:
                     return
             elif kind == WAIT:
                 if first[second] != third:
@@ -153,16 +154,14 @@ class Stream:
         self._position = 0
         return True
 
-    def _begin_copy(self, target: int, source: int, size: int) -> bool:
-        """True if the copy is complete already."""
+    def _begin_copy(self, target: int, source: int, size: int) -> None:
         job = self._copy(self, target, source, size)
         if job is None:
-            return False
+            return
         self.job = job
         self._scheduled = True  # a copy that ends at once must not schedule a second run of this stream
         job.segments[0].lane.submit(job)
         self._scheduled = False
-        return self.job is None and self.error is None
 
     def _tell(self) -> None:
         due = [watcher for watcher in self._watchers if watcher[0] <= self._finished or self.error is not None]
