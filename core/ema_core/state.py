@@ -94,6 +94,8 @@ class Lease:
     reclaimed_at: float = float("-inf")
     """When something was last taken from it: it does not jump back before minHold has passed."""
     held: Mapping[Place, Holding] = field(default_factory=dict)
+    _sums: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
+    _spots: tuple[tuple[Place, int], ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.guaranteed < 0 or self.limit < 0 or self.kept < 0 or self.droppable < 0 or self.weight < 1:
@@ -106,10 +108,33 @@ class Lease:
         """Bytes wanted in all."""
         return self.kept + self.droppable
 
+    def sums(self) -> tuple[int, int]:
+        """Kept and droppable bytes held in all. Added up once: a lease, with what it holds, never changes."""
+        if self._sums is None:
+            self._add_up()
+        return self._sums or (0, 0)
+
+    def spots(self) -> tuple[tuple[Place, int], ...]:
+        """Bytes held at each place. Added up once."""
+        if self._sums is None:
+            self._add_up()
+        return self._spots
+
+    def _add_up(self) -> None:
+        kept = droppable = 0
+        spots = []
+        for place, h in self.held.items():
+            surely, maybe = h.clean + h.dirty, h.droppable
+            kept += surely
+            droppable += maybe
+            spots.append((place, surely + maybe))
+        object.__setattr__(self, "_spots", tuple(spots))
+        object.__setattr__(self, "_sums", (kept, droppable))
+
     @property
     def held_total(self) -> int:
         """Bytes held in all, on GPUs and in host memory."""
-        return sum(h.total for h in self.held.values())
+        return sum(self.sums())
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,24 @@ def _orphan(name: PoolName) -> PoolPolicy:
     )
 
 
+Row = tuple[int, int, int, int, int, int]
+"""Kept and droppable bytes wanted (rounded up), limit and guarantee (rounded down), kept and droppable bytes held."""
+
+
+def tally(lease: Lease, chunk: int) -> Row:
+    """The figures of a lease in whole chunks."""
+    limit = lease.limit // chunk * chunk
+    kept, droppable = lease.sums()
+    return (
+        min(limit, -(-lease.kept // chunk) * chunk),
+        -(-lease.droppable // chunk) * chunk,
+        limit,
+        lease.guaranteed // chunk * chunk,
+        kept,
+        droppable,
+    )
+
+
 class Draft:
     """Working state of one call of `plan`. Lists with one entry per lease follow the order of `leases`."""
 
@@ -103,55 +121,48 @@ class Draft:
         return caps
 
     def _read_leases(self) -> None:
-        n, host, index = self.span, self.host, self.index
+        host, index, rates = self.host, self.index, self.rates
         by_name = {pool.name: p for p, pool in enumerate(self.pools)}
-        nowhere = [0] * (n + 1)
-        self.lent = lent = [0] * (n + 1)
-        self.pool_lent = [[0] * (n + 1) for _ in self.pools]
-        self.holders: list[list[int]] = [[] for _ in range(n + 1)]
+        nowhere = [0] * (self.span + 1)
+        self.pool_of = [by_name[lease.pool] for lease in self.leases]
+        self.rate_of = [rates.get(lease.gpu, nowhere) for lease in self.leases]
+        chunks = [pool.chunk for pool in self.pools]
+        rows = [tally(lease, chunks[p]) for lease, p in zip(self.leases, self.pool_of, strict=True)]
+        columns = zip(*rows, strict=True) if rows else iter(((),) * 6)
+        self.kept_wanted, self.droppable_wanted, self.limits, self.assured, kept, droppable = map(list, columns)
+        self.kept_held, self.droppable_held = kept, droppable
+        self.lent = lent = [0] * (self.span + 1)
+        self.pool_lent = [[0] * (self.span + 1) for _ in self.pools]
+        self.droppable_on_host = [0] * len(self.pools)
+        self.on_host = on_host = [0] * len(rows)
         self.barred: list[tuple[int, int]] = []
-        size = len(self.leases)
-        self.pool_of, self.on_gpus, self.on_host = [0] * size, [0] * size, [0] * size
-        self.kept_held, self.droppable_held = [0] * size, [0] * size
-        self.droppable_on_host = droppable_on_host = [0] * len(self.pools)
-        self.rate_of: list[list[int]] = []
-        rates, holders, pool_lent, rate_of = self.rates, self.holders, self.pool_lent, self.rate_of
+        self._holders: dict[int, list[int]] = {}
+        mine = self.pool_lent[0] if self.pools else lent
+        alone = len(self.pools) == 1
         for i, lease in enumerate(self.leases):
-            p = by_name[lease.pool]
-            self.pool_of[i] = p
-            row = rates.get(lease.gpu, nowhere)
-            rate_of.append(row)
-            held = lease.held
-            if not held:
-                continue
-            mine = pool_lent[p]
-            kept = droppable = on_gpus = 0
-            for place, holding in held.items():
-                surely = holding.clean + holding.dirty
-                maybe = holding.droppable
-                amount = surely + maybe
+            row = self.rate_of[i]
+            if not alone:
+                mine = self.pool_lent[self.pool_of[i]]
+            for place, amount in lease.spots():
                 k = index.get(place)
                 if k is None:
                     k = self._vanished(place)
-                kept += surely
-                droppable += maybe
-                lent[k] += amount
                 mine[k] += amount
-                if k != host:
-                    on_gpus += amount
-                else:
-                    droppable_on_host[p] += maybe
-                holders[k].append(i)
-                if k > host or not row[k]:
+                if k >= host:
+                    if k == host:
+                        on_host[i] = amount
+                        self.droppable_on_host[self.pool_of[i]] += lease.held[place].droppable
+                    else:
+                        self.barred.append((i, k))
+                        continue
+                if not row[k]:
                     self.barred.append((i, k))
-            self.kept_held[i], self.droppable_held[i] = kept, droppable
-            self.on_gpus[i], self.on_host[i] = on_gpus, kept + droppable - on_gpus
+        lent[:] = map(sum, zip(*self.pool_lent, strict=True)) if self.pools else lent
+        self.on_gpus = [k + d - h for k, d, h in zip(kept, droppable, on_host, strict=True)]
 
     def _vanished(self, place: Place) -> int:
         k = self.index[place] = len(self.places)
         self.places.append(place)
-        self.lent.append(0)
-        self.holders.append([])
         for row in self.pool_lent:
             row.append(0)
         return k
@@ -171,6 +182,17 @@ class Draft:
     def held(self, i: int) -> int:
         """Bytes of lease `i` everywhere, as planned so far."""
         return self.on_gpus[i] + self.on_host[i]
+
+    def holders(self, k: int) -> list[int]:
+        """Leases with bytes at place `k`, as planned so far or before."""
+        known = self._holders.get(k)
+        if known is None:
+            place = self.places[k]
+            known = [i for i, lease in enumerate(self.leases) if place in lease.held]
+            known += [i for i, book in self._books.items() if k in book and place not in self.leases[i].held]
+            known.sort()
+            self._holders[k] = known
+        return known
 
     def last_used(self, i: int, k: int) -> float:
         """When the bytes of lease `i` at place `k` were last used."""
@@ -197,6 +219,11 @@ class Draft:
     def room(self, p: int, k: int) -> int:
         """The same in whole chunks, never below 0."""
         return whole_chunks(self.free(p, k), self.pools[p].chunk)
+
+    def any_room(self, p: int) -> bool:
+        """Whether pool `p` may grow by a chunk anywhere."""
+        chunk, grow, lent = self.pools[p].chunk, self.grow, self.lent
+        return any([grow[k] - lent[k] >= chunk for k in range(self.span)])
 
     def overdue_at(self, i: int, k: int) -> int:
         """Bytes of lease `i` at place `k` that are known to have nowhere to go."""
@@ -230,7 +257,9 @@ class Draft:
             # What droppable bytes take of host memory is lent against what no kept byte needs.
             self.host_droppable[self.pool_of[i]] += size if source == self.host else -size
         left = size
-        for way in list(self._into.get((i, source, droppable), ())):
+        # Bytes that came earlier in this plan go on from there; dropped ones that are granted again never left.
+        door = (i, GONE if source == NEW else source, droppable)
+        for way in list(self._into.get(door, ())):
             if not left:
                 break
             there, first = self._ways[way]
@@ -238,7 +267,7 @@ class Draft:
             left -= part
             if part == there:
                 del self._ways[way]
-                self._into[i, source, droppable].remove(way)
+                self._into[door].remove(way)
             else:
                 self._ways[way] = (there - part, first)
             self._note((i, way[1], target, droppable), part, first)
@@ -252,8 +281,8 @@ class Draft:
             self.on_host[i] += change
         else:
             self.on_gpus[i] += change
-            if change > 0 and k < self.span and i not in self.holders[k]:
-                self.holders[k].append(i)
+            if change > 0:
+                self._holders.pop(k, None)
 
     def _note(self, way: Way, size: int, cause: Cause) -> None:
         i, source, target, droppable = way
