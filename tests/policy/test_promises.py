@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy.nodes import gid, lent, on_gpus, worlds
 
 from ema_core.ids import HOST
 from ema_core.plan import Cause
 from ema_core.policy import apply, lendable, plan
 from ema_core.state import NodeState, PoolPolicy
+from policy.nodes import gid, lent, on_gpus, worlds
 
 moderate = settings(max_examples=120, deadline=None)
 
