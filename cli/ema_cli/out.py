@@ -1,0 +1,62 @@
+"""How commands speak: tables for people, one JSON object for programs, and errors that name field, value and remedy."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ema_core.errors import InvalidInput
+
+BAD_INPUT = 2
+FAILED = 1
+screen = Console()
+errors = Console(stderr=True)
+
+
+def fail(message: str, code: int = FAILED) -> typer.Exit:
+    """Say what went wrong; raise what this returns."""
+    errors.print(f"[bold red]error:[/] {message}" if errors.is_terminal else f"error: {message}", highlight=False)
+    return typer.Exit(code)
+
+
+@contextmanager
+def bad_input() -> Iterator[None]:
+    """Inside, InvalidInput ends the command with exit code 2 and a line for each wrong field."""
+    try:
+        yield
+    except InvalidInput as refused:
+        for one in refused.errors:
+            errors.print(f"error: {one}", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(BAD_INPUT) from None
+
+
+def as_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Print one JSON value."""
+    sys.stdout.write(json.dumps(value) + "\n")
+
+
+def size(amount: int | None) -> str:
+    """Bytes for people: `1.50 GiB`."""
+    if amount is None:
+        return "?"
+    value = float(amount)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Callable[[str], bool]) -> Table:
+    """A table; columns for which `right` holds are right-aligned."""
+    made = Table(title=title, title_justify="left", header_style="bold")
+    for name in columns:
+        made.add_column(name, justify="right" if right(name) else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
