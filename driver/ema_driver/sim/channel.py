@@ -46,10 +46,9 @@ class Channel:
         with self._turn:
             self._waiting.add(call.seq)
         try:
-            wire.send(self._link, wire.encode(call), fds)
+            with suppress(OSError):  # the other end has gone: what it said last is read below
+                wire.send(self._link, wire.encode(call), fds)
             answer, received = self._await(call.seq)
-        except OSError:
-            raise errors.ContextLost(self._ended or _GONE) from None
         finally:
             with self._turn:
                 self._waiting.discard(call.seq)
@@ -79,7 +78,7 @@ class Channel:
 
     def _read(self) -> None:
         try:
-            body, fds = wire.receive(self._link)
+            body, fds = self._receive()
         except OSError:
             body, fds = b"", []
         if not body:
@@ -93,6 +92,12 @@ class Channel:
             os.close(fd)
         if answer.seq == 0 and isinstance(answer, wire.Failure):
             self._ended = f"the device process ended the session: {answer.arguments[0]}"
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        try:
+            return wire.receive(self._link)
+        except ConnectionResetError:  # it went without reading all we sent; what it said before is still to be read
+            return wire.receive(self._link)
 
     def close(self) -> None:
         """End the session; calls that wait raise ContextLost. Twice is harmless."""

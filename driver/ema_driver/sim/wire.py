@@ -250,8 +250,9 @@ class Bye(msgspec.Struct, array_like=True, frozen=True, tag=33):
 
 
 Call = (
-    Bye | Hello | Devices | Links | Memory | Create | Export | Adopt | Release | Reserve | Unreserve | Map | Unmap | Open
-    | RegisterPage | OpenStream | CloseStream | Instantiate | Synchronize | Health | Guest | Inject | Clear | Shutdown
+    Bye | Hello | Devices | Links | Memory | Create | Export | Adopt | Release | Reserve | Unreserve | Map | Unmap
+    | Open | RegisterPage | OpenStream | CloseStream | Instantiate | Synchronize | Health | Guest | Inject | Clear
+    | Shutdown
 )  # fmt: skip
 Message = Launch | Enqueue | CloseGraph | ClosePage | Call
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 
 from ema_driver.sim import linux
@@ -88,14 +89,15 @@ class Loop:
                 self._armed = events[0][0]
                 linux.set_timer(self._timer, self._armed)
         callbacks = self._callbacks
-        for fd, _ in self._epoll.poll(0 if self.ready else -1):
+        for fd, _ in self._epoll.poll(0 if self.ready or not self._running else -1):
             callback = callbacks.get(fd)
             if callback is not None:  # forgotten by an earlier callback of this turn
                 callback()
 
     def _timer_rang(self) -> None:
-        os.read(self._timer, 8)
-        self._armed = 0
+        with suppress(BlockingIOError):  # set anew since it rang
+            os.read(self._timer, 8)
+            self._armed = 0
 
     def _take_back(self) -> None:
         os.eventfd_read(self._bell)
