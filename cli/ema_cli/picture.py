@@ -43,8 +43,10 @@ class Picture:
     """By row, then by column."""
     duration: float
     """Seconds on every horizontal axis."""
-    floor: int = 0
+    floor: int
     """Bytes at which vertical axes begin: constant memory below it is cut off."""
+    top: int
+    """Bytes at which vertical axes end: what is above it is cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +65,7 @@ def svg(picture: Picture) -> str:
     """The picture as an SVG document. All panels of it share their axes."""
     width = LEFT + len(picture.columns) * (PANEL_WIDTH + GAP_X)
     height = TOP + len(picture.rows) * (PANEL_HEIGHT + GAP_Y) + BOTTOM
-    panels = [panel for row in picture.panels for panel in row]
-    fullest = max(sum(moment) for panel in panels for moment in panel.values)
-    scale = _Scale(picture.floor, max(fullest, min(panel.limit for panel in panels)))
+    scale = _Scale(picture.floor, picture.top)
     bottom = height - BOTTOM + 8
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"',

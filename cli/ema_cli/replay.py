@@ -43,6 +43,8 @@ class Setup:
     gpus: int
     active: int
     """Instances that get requests at a time."""
+    cycles: int
+    """Bursts of every instance."""
     rate: float | None
     """Load as a multiple of the trace's own; None: `LOAD`."""
     patience: float
@@ -90,7 +92,14 @@ def replay(setup: Setup) -> Report:
         )
     workload = Workload.of(setup.requests, setup.model, setup.gpu)
     rate = setup.rate or default_rate(setup, workload, share)
-    dealt, duration = spread(setup.requests, instances=setup.gpus, active=setup.active, rate=rate, seed=setup.seed)
+    dealt, duration = spread(
+        setup.requests,
+        instances=setup.gpus,
+        active=setup.active,
+        cycles=setup.cycles,
+        rate=rate,
+        seed=setup.seed,
+    )
     pod_limit = setup.pool.spec.borrowing.max_per_pod
     limit = pod_limit if pod_limit is not None else sum(policy.max_per_gpu.values())
 
@@ -165,6 +174,7 @@ def as_object(report: Report) -> dict[str, object]:
         "gpu": setup.gpu.name,
         "gpus": setup.gpus,
         "active": setup.active,
+        "cycles": setup.cycles,
         "link": setup.link,
         "rate": report.rate,
         "patience_seconds": setup.patience,
@@ -272,11 +282,12 @@ def picture(report: Report) -> str:
         ]
         for gpu in range(setup.gpus)
     ]
+    borrowing = [moment for row in rows for moment in row[1].values]
     return svg(
         Picture(
             title="Memory over time: static partition, borrowing, twice the memory",
             subtitle=f"{setup.model.name} on {setup.gpus} x {setup.gpu.name}, {setup.link}, rate {report.rate:g}; "
-            f"axes begin inside the weights; what is above the line lies on other GPUs",
+            f"axes begin inside the weights, higher values are cut",
             columns=[
                 f"{name}: {outcome.served} of {outcome.offered} served"
                 for name, outcome in zip(RUNS, report.outcomes, strict=True)
@@ -291,6 +302,7 @@ def picture(report: Report) -> str:
             panels=rows,
             duration=report.outcomes[0].duration,
             floor=max(0, weights - (memory - weights) // 4),
+            top=max(memory, *map(sum, borrowing)) + (memory - weights) // 8,
         )
     )
 
@@ -305,6 +317,7 @@ def replay_command(  # noqa: PLR0917 (typer takes options as parameters)
     link: Annotated[str, typer.Option(help="nvlink or pcie, between GPUs.")] = "nvlink",
     gpus: Annotated[int, typer.Option(min=1, max=64, help="GPUs, with one instance each.")] = 8,
     active: Annotated[int | None, typer.Option(min=1, help="Instances with requests at a time; a quarter.")] = None,
+    cycles: Annotated[int, typer.Option(min=1, max=1000, help="Bursts of every instance.")] = 3,
     rate: Annotated[float | None, typer.Option(help="Load, as a multiple of the trace's own.")] = None,
     patience: Annotated[str, typer.Option(help="How long a request waits to begin before it leaves.")] = "30s",
     seed: Annotated[int, typer.Option(help="Deals requests to instances.")] = 0,
@@ -322,6 +335,7 @@ def replay_command(  # noqa: PLR0917 (typer takes options as parameters)
             link=link,
             gpus=gpus,
             active=_active(active, gpus),
+            cycles=cycles,
             rate=_positive(rate),
             patience=parse_duration(patience, "--patience"),
             seed=seed,

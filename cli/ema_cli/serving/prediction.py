@@ -2,9 +2,9 @@
 
 No steps, no batches, no chunks and no policy. A request that occupies `size` bytes for `generated` steps of a full
 batch costs generated * size / K of the time of steps that read K bytes of keys and values, and the computing of its
-prompt. It begins once so much time has gone by, for then others have left it the room; if its patience ends before, the
-room is for the next. K is the share and, where instances lend, an even part of what idle neighbours have to spare, up to
-what hides.
+prompt. It begins once so much time has gone by, for then others have left it the room; if its patience ends before,
+the room is for the next. K is the share and, where instances lend, an even part of what idle neighbours have to spare,
+up to what hides.
 """
 
 import heapq
