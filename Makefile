@@ -1,0 +1,40 @@
+# Two commands: `make demo` shows it, `make test` proves it. Each sets up what it needs in .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint bench clean
+
+$(VENV)/base: pyproject.toml
+	@echo "== installing ema into $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: PYTHON is $(PYTHON); expected Python 3.11 or newer, as in: make PYTHON=python3.12 demo" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/dev: $(VENV)/base
+	@echo "== installing what the tests need"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/base
+	@echo "== ema demo: one trace, three runs (static partition, borrowing, twice the memory)"
+	@$(BIN)/ema demo
+
+lint: $(VENV)/dev
+	@echo "== ruff, mypy --strict, import-linter"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
+
+test: lint
+	@echo "== pytest"
+	@$(BIN)/pytest
+
+bench: $(VENV)/dev
+	@for script in plan sim steps reclaim replay memory; do echo "== bench/$$script.py"; $(BIN)/python bench/$$script.py || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
