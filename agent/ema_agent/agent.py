@@ -83,7 +83,7 @@ class Agent:
         self.watch = Watch(driver, self.node, self._fresh, self.fail)
         self.steward.freed = self.watch.look_now
 
-    # --- life --------------------------------------------------------------------------------------------------------
+    # --- life ---
 
     async def run(self) -> None:
         """Verify the paths, open the door, serve; give everything back at the end."""
@@ -116,8 +116,7 @@ class Agent:
 
     async def _give_back(self, loops: Sequence["asyncio.Future[None]"]) -> None:
         for session in list(self.sessions.values()):
-            if session.connection is not None:
-                session.connection.close("the agent ends")
+            session.line.connection.close("the agent ends")
         deadline = time.monotonic() + 15.0
         while self.sessions and self.why_ended is None and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
@@ -159,7 +158,7 @@ class Agent:
             self._set_terms(lease)
         self.steward.wake()
 
-    # --- loops -------------------------------------------------------------------------------------------------------
+    # --- loops ---
 
     async def _tick(self) -> None:
         while True:
@@ -181,10 +180,10 @@ class Agent:
                 short = True
             else:
                 self.figures.no_shortfall(gpu)
-        if short or any(s.waits_for_share for s in self.sessions.values()):
+        if short or any(s.share.waiters for s in self.sessions.values()):
             self.steward.wake()
             for session in self.sessions.values():
-                if session.waits_for_share:
+                if session.share.waiters:
                     session.look(now)
 
     def _headrooms(self) -> dict[GpuId, int]:
@@ -239,7 +238,7 @@ class Agent:
         self.steward.wake()
 
     def lose(self, gpu: GpuId, why: str) -> None:
-        """A GPU is gone. Chunks with a true twin go there; of the others their owners are told before they can use them."""
+        """A GPU is gone. Chunks with a true twin go there; owners of the others are told before they can use them."""
         chunks = [c for c in self.ledger.chunks() if c.place == gpu and c.state in (State.DIRTY, State.CLEAN)]
         by_region: dict[tuple[LeaseId, int], list[Chunk]] = {}
         self.gates.close([c.gate for c in chunks])
@@ -251,9 +250,13 @@ class Agent:
         for gone in by_region.values():
             self.lost(gone[0].lease, gone[0].region, [c.index for c in gone], f"{gpu}: {why}")
         self.node.unhealthy.setdefault(gpu, why)
+        for session in list(self.sessions.values()):
+            if not session.closing and (broken := session.broken()):
+                # A copy was under way there, and with it went the client's whole queue: it must begin anew.
+                session.line.connection.close(f"its copies ended with the GPU: {broken}")
         self.steward.wake()
 
-    # --- clients -----------------------------------------------------------------------------------------------------
+    # --- clients ---
 
     def _introduce(self, guest: Guest, hello: wire.Hello) -> None:
         connection = guest.connection
@@ -285,8 +288,7 @@ class Agent:
     def _open(self, connection: Connection, name: str, gpu: GpuId, pool: PoolName) -> Session:
         lease = Lease(LeaseId(f"{name}-{next(self._numbers)}"), pool, gpu, self.pools[pool].spec.chunk_size, name=name)
         self._set_terms(lease)
-        session = Session(self.driver, self.steward, self.lanes, lease, self._ended)
-        session.connection = connection
+        session = Session(self.driver, self.steward, self.lanes, lease=lease, connection=connection, ended=self._ended)
         self.ledger.open_lease(lease)
         self.sessions[lease.id] = session
         message, fds, own = welcome(session, self.driver, self.node)
@@ -322,7 +324,7 @@ class Agent:
     def _ended(self, session: Session) -> None:
         self.sessions.pop(session.lease.id, None)
 
-    # --- what the steward tells --------------------------------------------------------------------------------------
+    # --- what the steward tells ---
 
     def moved(self, lease: Lease, region: Region, size: int) -> None:
         """Tell the client what its region is fetched at now."""
@@ -330,25 +332,25 @@ class Agent:
         rate = min((self.node.rate(p, lease.gpu) for p in places), default=0)
         self.figures.moved(lease.pool, size)
         if (session := self.sessions.get(lease.id)) is not None:
-            session.tell(wire.Moved(region.number, size, rate))
+            session.line.tell(wire.Moved(region.number, size, rate))
 
     def dropped(self, lease: Lease, region: Region, chunks: Sequence[int]) -> None:
         """Write the client's notice word, then tell it."""
         region.drops += 1
         if (session := self.sessions.get(lease.id)) is not None:
             session.notice.store(wire.NOTICE_REGIONS + region.number, region.drops & 0xFFFFFFFF)
-            session.tell(wire.Dropped(0, region.number, list(chunks[:1024])))
+            session.line.tell(wire.Dropped(0, region.number, list(chunks[:1024])))
 
     def lost(self, lease: Lease, region: Region, chunks: Sequence[int], cause: str) -> None:
         """Tell the client which bytes it must not use; their gates stay closed."""
         self.figures.lost(lease.pool, len(chunks) * lease.chunk)
         if (session := self.sessions.get(lease.id)) is not None:
-            session.send(wire.Lost(region.number, list(chunks), cause))
+            session.line.send(wire.Lost(region.number, list(chunks), cause))
 
     def granted(self, lease: Lease, region: Region) -> None:
         """A promise was kept."""
         if (session := self.sessions.get(lease.id)) is not None:
-            session.granted(region)
+            session.regions.granted(region)
 
     def reclaimed(self, record: Reclaim) -> None:
         """Count it."""
@@ -358,7 +360,7 @@ class Agent:
         """Count it; whoever waits hears where it stands."""
         self.figures.planned(outcome, seconds)
 
-    # --- what others ask ---------------------------------------------------------------------------------------------
+    # --- what others ask ---
 
     @property
     def trouble(self) -> str:

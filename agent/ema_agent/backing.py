@@ -1,8 +1,8 @@
 """What is mapped behind chunk addresses: the blocking driver work of granting, moving, dropping and giving back.
 
-Everything here runs on a worker thread and touches neither ledger nor sockets. Each function leaves a chunk either as it
-was or fully changed; on return the gates of changed chunks are open unless said otherwise. Order within a reclaim: close
-the gates, be certain, unmap and release (the lender has its bytes now), map the new place, open.
+Everything here runs on a worker thread and touches neither ledger nor sockets. Each function leaves a chunk either as
+it was or fully changed; on return the gates of changed chunks are open unless said otherwise. Order within a reclaim:
+close the gates, be certain, unmap and release (the lender has its bytes now), map the new place, open.
 """
 
 from collections.abc import Sequence
@@ -45,10 +45,10 @@ class Backing:
         """Host memory by size, kept because taking it costs 0.28 s per GiB."""
         self._scratch: dict[str, Handle] = {}
 
-    # --- making ------------------------------------------------------------------------------------------------------
+    # --- making ---
 
     def fresh(self, place: Place, size: int, count: int) -> list[Fresh]:
-        """Memory for `count` chunks at a place, mapped and open. Raises OutOfMemory, DeviceLost; then nothing is kept."""
+        """Memory for `count` chunks at a place, mapped and open. Raises OutOfMemory, DeviceLost with nothing kept."""
         driver = self._driver
         made: list[Fresh] = []
         try:
@@ -88,11 +88,12 @@ class Backing:
         """Host memory kept for later."""
         return sum(size * len(handles) for size, handles in self._spare.items())
 
-    # --- taking ------------------------------------------------------------------------------------------------------
+    # --- taking ---
 
     def take(self, chunks: Sequence[Chunk]) -> None:
-        """Close the gates and be certain. Raises Stuck (gates stay closed) if a copy under way does not end."""
+        """Close the gates and be certain. Raises Stuck, with the gates open, if a copy under way does not end."""
         if self.gates.take([c.gate for c in chunks], PATIENCE):
+            self.gates.open([c.gate for c in chunks])
             raise Stuck("a copy under way did not end: its link hangs")
 
     def to_twin(self, chunks: Sequence[Chunk]) -> None:
@@ -100,10 +101,10 @@ class Backing:
         driver = self._driver
         driver.unmap([c.address for c in chunks])
         driver.release([c.handle for c in chunks])
-        driver.map([(c.address, c.twin) for c in chunks if c.twin is not None])
-        for c in chunks:
-            assert c.twin is not None
-            c.handle, c.twin = c.twin, None
+        twins = [(c, c.twin) for c in chunks if c.twin is not None]
+        driver.map([(c.address, twin) for c, twin in twins])
+        for c, twin in twins:
+            c.handle, c.twin = twin, None
 
     def copy_to(self, chunks: Sequence[Chunk], target: Place) -> None:
         """Taken chunks: their bytes are copied to new memory at `target`, which then appears at the same addresses.
@@ -122,18 +123,15 @@ class Backing:
         except DriverError:
             self._undo(chunks, new, stage)
             raise
-        stream = driver.stream(self._stream_home(chunks[0].place, target))
+        home = self._stream_home(*(c.handle.place for c in chunks), target)
         try:
-            stream.enqueue([Copy(int(s), int(c.address), c.size) for s, c in zip(stage, chunks, strict=True)])
-            arrived = stream.synchronize(COPY_LIMIT)
+            self._copy(home, [Copy(int(s), int(c.address), c.size) for s, c in zip(stage, chunks, strict=True)])
+        except Stuck:
+            raise  # The copy may still write to the new memory: it is left where it is.
         except DriverError:
             driver.unmap(stage)
             self._undo(chunks, new, stage)
             raise
-        finally:
-            stream.close()
-        if not arrived:
-            raise Stuck(f"a copy to {target} did not end in {COPY_LIMIT:.0f} s")
         driver.unmap([*stage, *(c.address for c in chunks)])
         driver.unreserve(stage)
         old = [c.handle for c in chunks]
@@ -189,7 +187,7 @@ class Backing:
             while handles and self.spare_bytes > keep:
                 self._driver.release([handles.pop()])
 
-    # --- copying to a twin, with the gate open -----------------------------------------------------------------------
+    # --- copying to a twin, with the gate open ---
 
     def make_twin(self, chunk: Chunk) -> bool:
         """Copy a lent chunk to host memory while it stays in use. False if a store came between: the twin is untrue."""
@@ -199,23 +197,32 @@ class Backing:
         twin = chunk.twin or self.host(chunk.size)
         stage = driver.reserve(chunk.size)
         driver.map([(stage, twin)])
-        stream = driver.stream(self._stream_home(chunk.place, HOST))
+        copied = False
         try:
-            stream.enqueue([Copy(int(stage), int(chunk.address), chunk.size)])
-            if not stream.synchronize(COPY_LIMIT):
-                raise Stuck(f"a copy to host memory did not end in {COPY_LIMIT:.0f} s")
-        finally:
-            stream.close()
+            self._copy(self._stream_home(chunk.place), [Copy(int(stage), int(chunk.address), chunk.size)])
+            copied = True
+        except Stuck:
+            raise  # The copy may still write to the twin: it is left where it is.
+        except DriverError:
+            chunk.gate.mark_dirty()
         driver.unmap([stage])
         driver.unreserve([stage])
-        if chunk.gate.dirty:
+        if not copied or chunk.gate.dirty:
             if chunk.twin is None:
                 self.keep_host(twin)
             return False
         chunk.twin = twin
         return True
 
-    # --- inside --------------------------------------------------------------------------------------------------------
+    # --- inside ---
+
+    def _copy(self, home: GpuId, copies: Sequence[Copy]) -> None:
+        """Copy on a stream of its own, behind no client's wait. Raises Stuck if it does not end, DriverError."""
+        stream = self._driver.stream(home)
+        stream.enqueue(copies)
+        if not stream.synchronize(COPY_LIMIT):
+            raise Stuck(f"a copy of {sum(c.size for c in copies)} bytes did not end in {COPY_LIMIT:.0f} s")
+        stream.close()
 
     def _zeroed(self, place: Place, size: int) -> Handle:
         # Spare host memory holds another lease's bytes, so it is exchanged for new memory, not handed out.

@@ -1,7 +1,8 @@
 """The cleaner: in the background, lent chunks get a true copy in host memory, so that taking them is a drop.
 
-One chunk at a time, on a stream of its own that never queues behind a borrower's wait. A chunk that is stored to while it
-is copied, or afterwards, is dirty again and comes back later; one that is stored to all the time is asked less and less.
+One chunk at a time, on a stream of its own that never queues behind a borrower's wait. A chunk that is stored to while
+it is copied, or afterwards, is dirty again and comes back later; one that is stored to all the time is asked less and
+less.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """One client's socket: packets in, packets out, descriptors beside them, never blocking the agent.
 
-SOCK_SEQPACKET keeps packets whole. A packet that is too long, carries too many descriptors or does not decode gets a typed
-refusal and costs only its own connection. What a client that does not read (stopped, hung) would be told waits in a short
-queue; events beyond it are left out, since the words in its notice page already say what matters.
+SOCK_SEQPACKET keeps packets whole. A packet that is too long, carries too many descriptors or does not decode gets a
+typed refusal and costs only its own connection. What a client that does not read (stopped, hung) would be told waits in
+a short queue; events beyond it are left out, since the words in its notice page already say what matters.
 """
 
 import asyncio

@@ -5,13 +5,15 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, TYPE_CHECKING
 
 from ema_agent.connection import Connection
 from ema_core import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HELLO_WITHIN: Final = 5.0
 """Seconds that a connection may stay silent before its Hello."""

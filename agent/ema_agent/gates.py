@@ -1,16 +1,17 @@
 """Gates: how a chunk is taken from behind copies that are queued already and that only the borrower can let go.
 
-A chunk is a stable address. Behind it the agent swaps memory; copies that name the address stay queued meanwhile, held by
-words in a page that no client can reach. Each copy does, on its stream:
+A chunk is a stable address. Behind it the agent swaps memory; copies that name the address stay queued meanwhile, held
+by words in a page that no client can reach. Each copy does, on its stream:
 
     wait slot · wait gate open · write busy 1 · wait gate open · [store: write dirty 1] · copy · write busy 0 · …
 
-To take a chunk the agent closes its gate. Once every busy word of it reads 0 with the gate closed, no copy can touch the
-chunk before the gate opens again: one that slipped past the first wait is stopped by the second. If a busy word stays 1
-for longer than a copy can take, the closing fell between the two waits of a copy: the gate is opened and closed again.
+To take a chunk the agent closes its gate. Once every busy word of it reads 0 with the gate closed, no copy can touch
+the chunk before the gate opens again: one that slipped past the first wait is stopped by the second. If a busy word
+stays 1 for longer than a copy can take, the closing fell between the two waits of a copy: the gate is opened and closed
+again.
 
-Busy words are per direction, because a fetch and a store run on different streams and would hide each other. The store in
-`Words.store` ends in a full memory fence, so that a busy word read after it cannot be older than the closing.
+Busy words are per direction, because a fetch and a store run on different streams and would hide each other. The store
+in `Words.store` ends in a full memory fence, so that a busy word read after it cannot be older than the closing.
 """
 
 import time
@@ -51,6 +52,10 @@ class Gate:
     def mark_clean(self) -> None:
         """The chunk's twin is true. Only while the gate is closed and certain."""
         self.page.store(self.base + DIRTY, 0)
+
+    def mark_dirty(self) -> None:
+        """The chunk's twin is not true, or there is none."""
+        self.page.store(self.base + DIRTY, 1)
 
     def around(self, copy: Copy, *, store: bool) -> list[Op]:
         """The copy with its gate operations, for a client's stream."""
@@ -104,7 +109,8 @@ class Gates:
         """Close the gates and wait until no copy can touch the chunks.
 
         Blocks the calling thread, asleep between looks, for as long as copies under way take; never for a borrower.
-        Returns the gates that are not certain after `patience` seconds (their copies hang: a sick link); they stay closed.
+        Returns the gates that are not certain after `patience` seconds (their copies hang: a sick link); they stay
+        closed.
         """
         self.close(gates)
         pending = [g for g in gates if self._busy(g)]
@@ -127,8 +133,8 @@ class Gates:
     def clear_dirty(self, gate: Gate) -> bool:
         """Forget that the chunk was stored to, before it is copied; False (and dirty stays) if a store is under way.
 
-        A store writes busy, then dirty, then copies. Clearing first and looking at busy afterwards leaves no order of the
-        two in which a store is missed.
+        A store writes busy, then dirty, then copies. Clearing first and looking at busy afterwards leaves no order of
+        the two in which a store is missed.
         """
         gate.page.store(gate.base + DIRTY, 0)
         if gate.page.load(gate.base + BUSY_STORE):

@@ -1,7 +1,7 @@
 """Health: a verdict for each GPU from what it reports, from polling, and from what it fails to do.
 
-Events come late or not at all, so the list of devices is polled too. A verdict clears with hysteresis: after a recovery the
-GPU must stay quiet before it lends again. Errors that a program caused are no fault of the device.
+Events come late or not at all, so the list of devices is polled too. A verdict clears with hysteresis: after a recovery
+the GPU must stay quiet before it lends again. Errors that a program caused are no fault of the device.
 """
 
 from collections.abc import Mapping, Sequence

@@ -8,7 +8,8 @@
     any → (free)                    the lease gave it back
 
 The ledger decides nothing and touches no memory. It belongs to one thread. A transition that is not drawn above raises
-`LedgerError`; giving the same chunk back twice changes nothing and is counted. Amounts are bytes and cannot go below zero.
+`LedgerError`; giving the same chunk back twice changes nothing and is counted. Amounts are bytes and cannot go below
+zero.
 """
 
 import itertools
@@ -179,7 +180,7 @@ class Ledger:
         del self.leases[lease]
 
     def promise(self, lease: Lease, region: Region, index: int, place: Place) -> None:
-        """Grant a wanted index at a place, before its memory is made. Raises LedgerError if nothing is missing there."""
+        """Grant a wanted index at a place, before its memory is made. Raises LedgerError if it is not missing."""
         if index not in region.missing:
             raise LedgerError(f"region {region.number} of {lease.id} waits for nothing at index {index}")
         region.promised[index] = place

@@ -1,8 +1,8 @@
-"""Pairs: is a path that the driver claims a path that carries bytes?
+"""Pairs: does a path that the driver claims carry bytes.
 
-"Peer access possible" may be a lie: the write may be dropped, be corrupted, or never end. So every ordered pair is tried
-with a pattern before anything is lent over it, in a child process: a probe that hangs is killed, its pair is barred, and the
-next child goes on behind it.
+"Peer access possible" may be a lie: the write may be dropped, corrupted, or never end. So every ordered pair is tried
+with a pattern before anything is lent over it, in a child process: a probe that hangs is killed, its pair is barred,
+and the next child goes on behind it.
 """
 
 import asyncio

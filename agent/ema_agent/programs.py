@@ -90,7 +90,7 @@ class Copies:
         self._under_way: list[int] = []
         """Run words of what was launched last."""
 
-    # --- windows -----------------------------------------------------------------------------------------------------
+    # --- windows ---
 
     def check_window(self, message: wire.OpenWindow, granularity: int) -> None:
         """Refuse a window that cannot be."""
@@ -124,7 +124,7 @@ class Copies:
             del self._slots[s]
         return window
 
-    # --- programs ----------------------------------------------------------------------------------------------------
+    # --- programs ---
 
     def open_program(self, message: wire.OpenProgram) -> Program:
         """Check and instantiate. Raises Refusal."""
@@ -200,7 +200,7 @@ class Copies:
         wanted = set(chunks)
         return [p.number for p in self.programs.values() if not wanted.isdisjoint(p.chunks)]
 
-    # --- inside --------------------------------------------------------------------------------------------------------
+    # --- inside ---
 
     def _room(self, word: int, seq: int) -> None:
         if self.busy() and (len(self._under_way) >= wire.OUTSTANDING or word in self._under_way):

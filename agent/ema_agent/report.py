@@ -112,7 +112,7 @@ def _lease(agent: "Agent", entry: Lease) -> dict[str, Any]:
         "dropped": sum(c.size for c in entry.chunks() if c.state is State.DROPPED),
         "lost": sum(c.size for c in entry.chunks() if c.state is State.LOST),
         "position": waiting.position if waiting else None,
-        "share": session.share_mapped if session else 0,
+        "share": session.share.mapped if session else 0,
         "waited_seconds": session.waited if session else 0.0,
         "step_seconds": session.stepped if session else 0.0,
         "steps": session.steps if session else 0,

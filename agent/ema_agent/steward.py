@@ -1,7 +1,8 @@
-"""The steward carries plans out: it looks at the node, asks the policy what to do, and moves memory until nothing is left.
+"""The steward carries plans out: it looks at the node, asks the policy, and moves memory until nothing is left to do.
 
-It runs on the agent's loop and owns the ledger; driver work goes to worker threads (`backing`). Chunks on their way count
-where they will be, and granted chunks count before their memory is made, so planning again in the middle is always right.
+It runs on the agent's loop and owns the ledger; driver work goes to worker threads (`backing`). Chunks on their way
+count where they will be, and granted chunks count before their memory is made, so planning again in the middle is
+always right.
 """
 
 import asyncio
@@ -132,7 +133,7 @@ class Steward:
         self._start_grants(outcome.grants, now)
         return outcome
 
-    # --- moves -------------------------------------------------------------------------------------------------------
+    # --- moves ---
 
     def _start_moves(self, moves: Iterable[Move], now: float) -> None:
         self.passed_over = False
@@ -153,9 +154,13 @@ class Steward:
         backing, node = self.backing, self.node
         if clean:
             # The twin is there already: the lender has its bytes back before anything is copied.
-            with node.changing({move.source}):
-                freed, stored = await self.in_thread(self._to_twin, clean)
-                self._held(move.source, -sum(c.size for c in freed))
+            try:
+                with node.changing({move.source}):
+                    freed, stored = await self.in_thread(self._to_twin, clean)
+                    self._held(move.source, -sum(c.size for c in freed))
+            except Stuck:
+                self._arrived([*clean, *dirty], State.DIRTY, move.source)
+                return
             self._record(move, freed, decided, clean=True)
             dirty = stored + dirty
             if move.target == HOST:
@@ -188,11 +193,10 @@ class Steward:
                 await self.in_thread(self._copy, batch, move.target)
                 self._held(source, -sum(c.size for c in batch))
                 self._held(move.target, sum(c.size for c in batch))
-        except Stuck as error:
-            self.node.barred[source, move.target] = str(error)
-            self.node.paths.pop((source, move.target), None)
-            return False
-        except DriverError:
+        except DriverError as error:
+            if isinstance(error, Stuck):
+                self.node.barred[source, move.target] = str(error)
+                self.node.paths.pop((source, move.target), None)
             # The target filled up or went away under us. The bytes are where they were; the next plan sees that.
             self._arrived(batch, State.HOST if source == HOST else State.DIRTY, source)
             self.wake()
@@ -206,12 +210,8 @@ class Steward:
         backing.take(batch)
         try:
             backing.copy_to(batch, target)
-        except Stuck:
-            raise
-        except DriverError:
+        finally:
             backing.gates.open([c.gate for c in batch])
-            raise
-        backing.gates.open([c.gate for c in batch])
 
     def _arrived(self, chunks: Iterable[Chunk], state: State, place: Place) -> None:
         sizes: dict[tuple[int, int], tuple[Lease, Region, int]] = {}
@@ -222,7 +222,7 @@ class Steward:
         for lease, region, size in sizes.values():
             self.listener.moved(lease, region, size)
 
-    # --- drops -------------------------------------------------------------------------------------------------------
+    # --- drops ---
 
     def _start_drops(self, drops: Iterable[Drop], now: float) -> None:
         for drop in drops:
@@ -235,8 +235,12 @@ class Steward:
 
     async def _drop(self, chunks: list[Chunk], drop: Drop, decided: float) -> None:
         lease = chunks[0].lease
-        with self.node.changing({drop.place}):
+        try:
             await self.in_thread(self.backing.take, chunks)
+        except Stuck:
+            self._arrived(chunks, State.DIRTY, drop.place)
+            return
+        with self.node.changing({drop.place}):
             await self.in_thread(self.backing.to_scratch, chunks, lease.id)
             self._held(drop.place, -sum(c.size for c in chunks))
         by_region: dict[int, list[int]] = defaultdict(list)
@@ -251,7 +255,7 @@ class Steward:
         seconds = time.monotonic() - decided
         self.listener.reclaimed(Reclaim(lease.id, drop.place, None, size, drop.cause, clean=True, seconds=seconds))
 
-    # --- grants ------------------------------------------------------------------------------------------------------
+    # --- grants ---
 
     def _start_grants(self, grants: Iterable[Grant], now: float) -> None:
         for grant in grants:
@@ -292,7 +296,7 @@ class Steward:
         for region in {id(r): r for r, _ in wanted}.values():
             self.listener.granted(lease, region)
 
-    # --- inside --------------------------------------------------------------------------------------------------------
+    # --- inside ---
 
     def _start(self, leaving: Place | None, work: "asyncio.Future[None] | object") -> None:
         task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[arg-type]

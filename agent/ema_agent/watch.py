@@ -1,7 +1,7 @@
 """The watch: a thread that reads memory every few milliseconds, so that a lender's own demand is seen at once.
 
-The agent's loop never waits for a driver query: one that hangs costs fresh numbers, not the agent. While readings are old,
-the agent says so and grants nothing.
+The agent's loop never waits for a driver query: one that hangs costs fresh numbers, not the agent. While readings are
+old, the agent says so and grants nothing.
 """
 
 import asyncio

@@ -54,8 +54,8 @@ def check(
         share = spec.lending.max_per_gpu
         lends = f"{share.percent}%" if share.percent is not None else format_quantity(share.amount or 0)
         screen.print(
-            f"{p.metadata.name}: each GPU lends at most {lends} and keeps {format_quantity(spec.lending.headroom)} free; "
-            f"{format_quantity(spec.reclaim.host_memory)} of host memory stand behind it; "
+            f"{p.metadata.name}: each GPU lends at most {lends} and keeps "
+            f"{format_quantity(spec.lending.headroom)} free; {format_quantity(spec.reclaim.host_memory)} of host memory stand behind it; "
             f"chunks of {format_quantity(spec.chunk_size)}.",
             highlight=False,
         )

@@ -6,11 +6,11 @@ class EmaError(Exception):
 
 
 class AgentLost(EmaError):
-    """The node agent is gone: what was borrowed from it is gone too, or cannot be reached. Regions must be made again."""
+    """The node agent is gone, and what was borrowed from it. Regions must be made again."""
 
 
 class Reclaimed(EmaError):
-    """Droppable data was taken back: `chunks` of the region hold nothing true. Renew the region and compute them again."""
+    """Droppable data was taken back: `chunks` hold nothing true. Renew the region and compute them again."""
 
     def __init__(self, region: int, chunks: list[int], chunk_bytes: int) -> None:
         where = ", ".join(str(c) for c in chunks[:8]) + ("…" if len(chunks) > 8 else "")

@@ -97,7 +97,7 @@ class Pool:
         """Place in the queue of a request that waits for memory; None when nothing waits."""
         self._adopt(Channel(path, hello, self._event, self._lost_agent))
 
-    # --- what it is --------------------------------------------------------------------------------------------------
+    # --- what it is ---
 
     @property
     def gpu(self) -> GpuId:
@@ -139,7 +139,7 @@ class Pool:
         """Whether an agent is connected just now."""
         return self._channel.lost is None and not self._closed
 
-    # --- making things -----------------------------------------------------------------------------------------------
+    # --- making things ---
 
     def window(self, slots: int, slot_bytes: int) -> Window:
         """`slots` slots of `slot_bytes` bytes of this process's own GPU memory, for the agent to fill and empty.
@@ -164,7 +164,7 @@ class Pool:
         return window
 
     def region(self, size: int, *, droppable: bool = False, timeout: float = 2.0) -> Region:
-        """Borrow `size` bytes. `droppable` bytes may be taken without notice; `Reclaimed` comes before they can be used.
+        """Borrow `size` bytes. `droppable` ones may be taken without notice; `Reclaimed` comes before they are used.
 
         Raises PoolFull (with the place in the queue) if they are not to be had within `timeout` seconds, LimitReached,
         AgentLost, BadInput.
@@ -222,7 +222,7 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- copies ------------------------------------------------------------------------------------------------------
+    # --- copies ---
 
     def run(self, steps: list[CopyStep], *, store: bool) -> Ticket:
         """Send copies that are no program. Raises AgentLost, DataLost, Reclaimed (a store to dropped bytes)."""
@@ -323,7 +323,7 @@ class Pool:
     def _get(self, slot: Slot, size: int) -> bytes | memoryview:
         return slot.view[:size] if isinstance(self.driver, CpuVisible) else self.driver.read(slot.address, size)
 
-    # --- checks before data is used ----------------------------------------------------------------------------------
+    # --- checks before data is used ---
 
     def check_alive(self) -> None:
         """Raise AgentLost, or what the agent refused, if no agent is connected."""
@@ -370,7 +370,7 @@ class Pool:
             self._dropped[region.number] = (drops, chunks)
         return chunks
 
-    # --- for the objects made from it --------------------------------------------------------------------------------
+    # --- for the objects made from it ---
 
     def ask(self, make: Callable[[int], wire.ClientMessage], fds: Sequence[int] = ()) -> wire.AgentMessage:
         """Send a request and wait for its answer."""
@@ -438,7 +438,7 @@ class Pool:
             if self._share is share:
                 self._share = None
 
-    # --- the agent comes and goes ------------------------------------------------------------------------------------
+    # --- the agent comes and goes ---
 
     def _adopt(self, channel: Channel) -> None:
         """Make an agent's connection this pool's own, and hand it what is the client's."""

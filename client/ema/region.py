@@ -71,8 +71,8 @@ class Region:
     def fetch(self, at: int, into: Slot | bytearray | memoryview, size: int | None = None) -> Ticket:
         """Copy the region's bytes from `at` on.
 
-        Into a slot: returns at once; `Slot.wait` tells when they are there. Into a buffer: through the pool's own staging
-        slots, and the bytes are there when this returns. Raises BadInput, Reclaimed, AgentLost.
+        Into a slot: returns at once; `Slot.wait` tells when they are there. Into a buffer: through the pool's own
+        staging slots, and the bytes are there when this returns. Raises BadInput, Reclaimed, AgentLost.
         """
         self.check()
         if isinstance(into, Slot):

@@ -1,18 +1,18 @@
 """The share: the lender's side. A GPU's own memory that is mapped as it is used and given back when it is not.
 
-What the share does not use is really idle, and the agent may lend it. Growing again makes the agent take it back first, so
-the owner never has less than its full static share. Growth beyond the share borrows, through the same object.
+What the share does not use is really idle, and the agent may lend it. Growing again makes the agent take it back first,
+so the owner never has less than its full static share. Growth beyond the share borrows, through the same object.
 """
 
 import threading
 from typing import TYPE_CHECKING
 
 from ema import errors
-from ema.region import Region
 from ema_driver.errors import OutOfMemory
-from ema_driver.protocol import Address, Handle
 
 if TYPE_CHECKING:
+    from ema.region import Region
+    from ema_driver.protocol import Address, Handle
     from ema.pool import Pool
 
 

@@ -1,8 +1,8 @@
 """The window: a few slots of the client's own GPU memory that the agent fills and empties.
 
-Each slot has a flag in a page that client, agent and both sides' streams share. A fetch waits until the slot is empty and
-leaves it full; a store waits until it is full and leaves it empty. Whoever uses a slot waits for it first and hands it over
-afterwards, on the CPU (`wait`, `release`) or on a GPU stream (`flag`).
+Each slot has a flag in a page that client, agent and both sides' streams share. A fetch waits until the slot is empty
+and leaves it full; a store waits until it is full and leaves it empty. Whoever uses a slot waits for it first and hands
+it over afterwards, on the CPU (`wait`, `release`) or on a GPU stream (`flag`).
 """
 
 import threading
@@ -60,7 +60,7 @@ class Slot:
         return self._view
 
     def wait_empty(self, timeout: float | None = None) -> memoryview | None:
-        """Wait until the slot is free to be written, for instance after a store. Raises TimedOut, AgentLost, DataLost."""
+        """Wait until the slot is free to be written, as after a store. Raises TimedOut, AgentLost, DataLost."""
         self._until(wire.EMPTY, timeout)
         return self._view
 

@@ -1,8 +1,8 @@
 """The messages between a borrower's library and the agent, over one AF_UNIX SOCK_SEQPACKET connection.
 
-One message is one packet: msgpack, a tagged array. Descriptors travel beside the packet that names them. Requests carry an
-`id` that their answer repeats; `Start` and `Run` are one-way, so that a step costs one message. Everything a client sends
-is hostile until checked: decoding is strict, and the agent checks every number against what the client was given.
+One message is one packet: msgpack, a tagged array. Descriptors travel beside the packet that names them. Requests carry
+an `id` that their answer repeats; `Start` and `Run` are one-way, so that a step costs one message. Everything a client
+sends is hostile until checked: decoding is strict, and the agent checks every number against what the client was given.
 """
 
 from typing import Final
@@ -25,7 +25,7 @@ MAX_REGIONS: Final = 1024
 MAX_PROGRAMS: Final = 64
 MAX_WINDOWS: Final = 64
 
-# --- the page that client and agent share: one group of words per slot -------------------------------------------------
+# --- the page that client and agent share: one group of words per slot ---
 
 SLOT_WORDS: Final = 16
 """Words from one slot to the next: one cache line, so that two slots never share one."""
@@ -39,7 +39,7 @@ MAX_SLOTS: Final = 1024
 EMPTY: Final = 0
 FULL: Final = 1
 
-# --- the page that only the agent writes --------------------------------------------------------------------------------
+# --- the page that only the agent writes ---
 
 NOTICE_RUNS: Final = 0
 """First of the words that tell of runs under way: two for ad-hoc runs, then two per program."""
@@ -75,7 +75,7 @@ class CopyStep(msgspec.Struct, array_like=True, frozen=True):
     """Offset in the slot, in bytes."""
 
 
-# --- from the client ----------------------------------------------------------------------------------------------------
+# --- from the client ---
 
 
 class Hello(Message, frozen=True):
@@ -88,7 +88,7 @@ class Hello(Message, frozen=True):
 
 
 class OpenWindow(Message, frozen=True):
-    """A window of the client's own GPU memory; its descriptor comes with the message. Slots are numbered from `first`."""
+    """A window of the client's own GPU memory, whose descriptor comes along. Slots are numbered from `first`."""
 
     id: int
     window: int
@@ -105,7 +105,7 @@ class CloseWindow(Message, frozen=True):
 
 
 class GrowRegion(Message, frozen=True):
-    """Make a region, or make it `size` bytes large; answered when all of it is granted or `timeout` seconds have passed."""
+    """Make a region, or make it `size` bytes large; answered when all is granted or `timeout` seconds have passed."""
 
     id: int
     region: int
@@ -197,7 +197,7 @@ class Goodbye(Message, frozen=True):
     """The client ends in good order; everything of it is given back, then the connection is closed."""
 
 
-# --- from the agent -----------------------------------------------------------------------------------------------------
+# --- from the agent ---
 
 
 class Welcome(Message, frozen=True):

@@ -1,0 +1,209 @@
+"""A client's regions: growing them as grants arrive, cutting them, renewing what was dropped."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from ema_agent.ledger import Chunk, Lease, Region, State
+from ema_agent.line import Line
+from ema_agent.programs import Copies, Refusal
+from ema_agent.steward import Steward
+from ema_core import wire
+from ema_core.wire import Kinds
+
+PATIENCE: Final = 10.0
+"""Seconds that runs under way may take before a region is not cut."""
+PAUSE: Final = 1e-3
+LONGEST: Final = 86400.0
+"""Seconds that a request may wait at most."""
+DROPPED_PAGE: Final = 4096
+"""Chunk numbers in one packet."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A request for growth that waits for grants."""
+
+    request: int
+    region: Region
+    before: int
+    """Chunks that the region had before."""
+    deadline: float
+    position: int = -1
+
+
+class Regions:
+    """Handles one client's messages about regions. Belongs to the agent's loop."""
+
+    def __init__(self, lease: Lease, steward: Steward, copies: Copies, line: Line) -> None:
+        self._lease, self._steward, self._copies, self._line = lease, steward, copies, line
+        self.waiters: list[Waiter] = []
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def grow(self, message: wire.GrowRegion) -> None:
+        """Make a region, or make it larger."""
+        lease = self._lease
+        count = self._chunks(message.size)
+        region = lease.regions.get(message.region)
+        if region is None:
+            if not 0 <= message.region < wire.MAX_REGIONS:
+                raise Refusal.bad("region", message.region, f"a number below {wire.MAX_REGIONS}")
+            region = Region(message.region, message.droppable)
+        elif region.droppable is not message.droppable:
+            raise Refusal.bad("droppable", message.droppable, f"{region.droppable}, as the region was made")
+        self._settled(region)
+        deadline = self._deadline(message.timeout)
+        before = len(region.chunks)
+        if count < before or count == 0:
+            least = max(1, before) * lease.chunk
+            raise Refusal.bad("size", message.size, f"more than {least - lease.chunk} bytes (or shrink the region)")
+        self._may_want(count - before)
+        lease.regions[region.number] = region
+        region.chunks += [None] * (count - before)
+        self._wait(Waiter(message.id, region, before, deadline))
+
+    def renew(self, message: wire.RenewRegion) -> None:
+        """Ask for new memory in place of dropped chunks."""
+        region = self._region(message.region)
+        self._settled(region)
+        deadline = self._deadline(message.timeout)
+        gone = [c for c in region.chunks if c is not None and c.state is State.DROPPED]
+        self._may_want(len(gone))
+
+        async def work() -> None:
+            await self._until_idle()
+            await self.free(gone)
+            self._wait(Waiter(message.id, region, len(region.chunks), deadline))
+
+        self._line.later(message.id, work())
+
+    def shrink(self, message: wire.ShrinkRegion) -> None:
+        """Give back what is beyond a size."""
+        region = self._region(message.region)
+        self._settled(region)
+        count = self._chunks(message.size)
+        most = len(region.chunks)
+        if count > most:
+            raise Refusal.bad("size", message.size, f"at most the {most * self._lease.chunk} bytes there are")
+        if users := self._copies.users_of(c for c in region.chunks[count:] if c is not None):
+            raise Refusal(Kinds.IN_USE, f"programs {users} copy what would go: close them first")
+        self._line.later(message.id, self._cut(region, count))
+
+    def ask_dropped(self, message: wire.AskDropped) -> None:
+        """Say which chunks are gone, in pages."""
+        region = self._region(message.region)
+        gone = [i for i, c in enumerate(region.chunks) if c is not None and c.state is State.DROPPED]
+        for first in range(0, max(1, len(gone)), DROPPED_PAGE):
+            page = gone[first : first + DROPPED_PAGE]
+            self._line.send(wire.Dropped(message.id, region.number, page, first + DROPPED_PAGE < len(gone)))
+
+    # --- what happens meanwhile --------------------------------------------------------------------------------------
+
+    def granted(self, region: Region) -> None:
+        """Memory of this region arrived: answer whoever waited for the last of it."""
+        if region.promised or region.missing:
+            return
+        for waiter in [w for w in self.waiters if w.region is region]:
+            self.waiters.remove(waiter)
+            self._line.send(wire.Done(waiter.request, len(region.chunks) * self._lease.chunk))
+
+    def look(self, now: float) -> None:
+        """From time to time: positions in the queue that changed, and requests whose time has run out."""
+        entry = self._steward.waiting.get(self._lease.id)
+        position = entry.position if entry is not None else 0
+        for waiter in list(self.waiters):
+            if now >= waiter.deadline and not waiter.region.promised:
+                self.waiters.remove(waiter)
+                self._line.later(waiter.request, self._give_up(waiter, position))
+            elif entry is not None and position != waiter.position:
+                waiter.position = position
+                self._line.tell(wire.Queued(waiter.request, position, max(0.0, waiter.deadline - now)))
+
+    async def free(self, chunks: list[Chunk], *, certain: bool = False) -> None:
+        """Give chunks back that no queued copy names any more; `certain` when no copy can be under way either."""
+        steward = self._steward
+        while any(c.busy or c.state is State.MOVING for c in chunks):
+            await asyncio.sleep(PAUSE)
+        if not chunks:
+            return
+        held = [c for c in chunks if c.state not in (State.DROPPED, State.LOST)]
+        with steward.node.changing({c.place for c in held}):
+            for c in chunks:
+                steward.ledger.free(c)
+            if not certain:
+                await steward.in_thread(steward.backing.take, chunks)
+            await steward.in_thread(steward.backing.give_back, chunks, self._lease.id)
+            for c in held:
+                steward.node.ours[c.place] -= c.size
+        steward.freed()
+        steward.wake()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _wait(self, waiter: Waiter) -> None:
+        if not self.waiters:
+            self._lease.asked_at = time.monotonic()
+        self.waiters.append(waiter)
+        self.granted(waiter.region)
+        self._steward.wake()
+
+    async def _give_up(self, waiter: Waiter, position: int) -> int:
+        short = len(waiter.region.missing) * self._lease.chunk
+        await self._cut(waiter.region, waiter.before)
+        text = f"{short} bytes were not to be had in time; place {position} in the queue"
+        raise Refusal(Kinds.FULL, text, position=position)
+
+    async def _cut(self, region: Region, count: int) -> int:
+        await self._until_idle()
+        for index in [i for i in region.promised if i >= count]:
+            self._steward.ledger.withdraw(self._lease, region, index)
+        gone = [c for c in region.chunks[count:] if c is not None]
+        del region.chunks[count:]
+        # What a renewal asked for in vain stays gone: a hole that no copy may name.
+        await self.free(gone)
+        if not region.chunks:
+            self._lease.regions.pop(region.number, None)
+        self._steward.wake()
+        return count * self._lease.chunk
+
+    async def _until_idle(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while self._copies.busy():
+            if time.monotonic() > deadline:
+                raise Refusal(Kinds.IN_USE, "a run under way does not end: hand its slots over first")
+            await asyncio.sleep(PAUSE)
+
+    def _settled(self, region: Region) -> None:
+        if any(w.region is region for w in self.waiters):
+            raise Refusal(Kinds.BUSY, f"region {region.number} is growing: wait for that answer first")
+
+    def _region(self, number: int) -> Region:
+        region = self._lease.regions.get(number)
+        if region is None:
+            raise Refusal.bad("region", number, "a region that is open")
+        return region
+
+    def _chunks(self, size: int) -> int:
+        if size < 0:
+            raise Refusal.bad("size", size, "0 or more bytes")
+        return -(-size // self._lease.chunk)
+
+    def _deadline(self, timeout: float) -> float:
+        if not timeout >= 0.0:
+            raise Refusal.bad("timeout", timeout, "0 or more seconds")
+        return time.monotonic() + min(timeout, LONGEST)
+
+    def _may_want(self, chunks: int) -> None:
+        lease = self._lease
+        wanted = lease.wanted(droppable=False) + lease.wanted(droppable=True)
+        more = chunks * lease.chunk
+        if wanted + more > lease.limit:
+            raise Refusal(
+                Kinds.LIMIT,
+                f"{more} more bytes than the {wanted} held or asked for are above this lease's limit of {lease.limit}",
+                field="size",
+                value=more,
+                expected=f"at most {max(0, lease.limit - wanted)} more bytes",
+            )
