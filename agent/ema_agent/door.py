@@ -7,7 +7,7 @@ import socket
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ema_agent.connection import Connection
 from ema_core import wire

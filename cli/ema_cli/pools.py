@@ -55,9 +55,10 @@ def check(
         lends = f"{share.percent}%" if share.percent is not None else format_quantity(share.amount or 0)
         screen.print(
             f"{p.metadata.name}: each GPU lends at most {lends} and keeps "
-            f"{format_quantity(spec.lending.headroom)} free; {format_quantity(spec.reclaim.host_memory)} of host memory stand behind it; "
-            f"chunks of {format_quantity(spec.chunk_size)}.",
+            f"{format_quantity(spec.lending.headroom)} free; chunks of {format_quantity(spec.chunk_size)}; "
+            f"{format_quantity(spec.reclaim.host_memory)} of host memory stand behind it.",
             highlight=False,
+            soft_wrap=True,
         )
     for warning in warnings:
         screen.print(f"warning: {warning}", highlight=False, markup=False)

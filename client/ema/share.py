@@ -11,9 +11,9 @@ from ema import errors
 from ema_driver.errors import OutOfMemory
 
 if TYPE_CHECKING:
+    from ema.pool import Pool
     from ema.region import Region
     from ema_driver.protocol import Address, Handle
-    from ema.pool import Pool
 
 
 class Share:
