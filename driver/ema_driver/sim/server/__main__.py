@@ -103,6 +103,7 @@ def main() -> int:
     # Ctrl-C in a terminal is for the programs in it; this process goes when its sessions are gone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()
+    sys.setswitchinterval(0.0002)  # workers must not keep the loop waiting for the interpreter
     Server(config, listener).run()
     (folder / SOCKET).unlink(missing_ok=True)
     return 0
