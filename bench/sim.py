@@ -131,6 +131,33 @@ def calls(server: SimServer) -> dict[str, float]:
     return {name: round(sorted(values)[len(values) // 2], 3) for name, values in times.items()}
 
 
+def waiting(server: SimServer, folder: Path) -> dict[str, float]:
+    """What 41 blocked streams cost, and how long a stream that answers a word takes."""
+    with SimDriver.connect(server.socket) as driver:
+        gpu = driver.devices()[0].id
+        page = driver.words(64)
+        for i in range(41):
+            driver.stream(gpu).enqueue([Wait(page, i, 1)])
+        before = cpu_seconds(folder)
+        time.sleep(2)
+        idle = (cpu_seconds(folder) - before) / 2
+        stream = driver.stream(gpu)
+        rounds = 500
+        stream.enqueue([op for i in range(rounds) for op in (Wait(page, 50, i + 1), Write(page, 51, i + 1))])
+        times = []
+        for i in range(rounds):
+            began = time.perf_counter()
+            page.store(50, i + 1)
+            assert page.wait(51, i + 1, 5)
+            times.append((time.perf_counter() - began) * 1e6)
+        times.sort()
+    return {
+        "core_share_of_41_blocked_streams": round(idle, 4),
+        "answer_us_p50": round(times[rounds // 2]),
+        "answer_us_p99": round(times[rounds * 99 // 100]),
+    }
+
+
 def main() -> None:
     gpus = (GpuGroup(count=4, memory=512 * MIB),)
     results: dict[str, object] = {
@@ -141,11 +168,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         fast = start(SimConfig(gpus=gpus, granularity=4096, link_delays=False), Path(first))
         results["launches"] = launches(fast, Path(first))
+        results["waiting"] = waiting(fast, Path(first))
         results["calls_ms"] = calls(fast)
         fast.stop()
-        slow = start(
-            SimConfig(gpus=gpus, granularity=MIB, nvlink_rate=3_000_000_000, pcie_rate=1_000_000_000), Path(second)
-        )
+        paced = SimConfig(gpus=gpus, granularity=MIB, nvlink_rate=3_000_000_000, pcie_rate=1_000_000_000)
+        slow = start(paced, Path(second))
         results["share_of_modelled_rate"] = link_rates(slow)
         slow.stop()
     text = json.dumps(results, indent=2)

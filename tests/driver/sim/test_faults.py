@@ -153,6 +153,18 @@ def test_a_hung_link_holds_its_copies_only(driver: SimDriver) -> None:
     assert hung.synchronize(5)
 
 
+def test_hundreds_of_copies_behind_a_hung_link_all_go_on(driver: SimDriver) -> None:
+    gpus = ids(driver)
+    a, b = window(driver, gpus[0], MIB)[0], window(driver, gpus[1], MIB)[0]
+    driver.inject(faults.HungLink(source=1, target=0))
+    streams = [driver.stream(gpus[0]) for _ in range(500)]
+    for stream in streams:
+        stream.enqueue([Copy(a, b, 64)])
+    assert not streams[-1].synchronize(0.01)
+    driver.clear(faults.HungLink(source=1, target=0))
+    assert all(stream.synchronize(5) for stream in streams)
+
+
 def test_hung_queries_hold_the_caller_and_nobody_else(driver: SimDriver) -> None:
     driver.inject(faults.HungQueries(gpu=2))
     answers: list[object] = []
