@@ -275,4 +275,24 @@ def test_a_closed_stream_drops_what_is_queued(driver: MemoryDriver, gpus: list[G
     assert other.synchronize(5)
     assert page.load(1) == 0
     with pytest.raises(InvalidUse):
+        stream.enqueue([Write(page, 1, 1)])
+    with pytest.raises(InvalidUse):
         driver.stream(GpuId(Place("GPU-of-nobody")))
+
+
+def test_what_is_closed_or_of_another_session_cannot_be_used_and_costs_nothing(
+    backend: Backend, driver: MemoryDriver, gpus: list[GpuId]
+) -> None:
+    page, stream = driver.words(4), driver.stream(gpus[0])
+    with backend.connect() as other:
+        foreign = other.words(4)
+        with pytest.raises(InvalidUse):
+            stream.enqueue([Write(foreign, 0, 1)])
+    graph = stream.instantiate([Write(page, 0, 1)])
+    graph.close()
+    with pytest.raises(InvalidUse):
+        graph.launch()
+    page.close()
+    with pytest.raises(InvalidUse):
+        stream.enqueue([Write(page, 0, 1)])
+    assert stream.synchronize(5)

@@ -83,6 +83,12 @@ class NonsenseMemory(_Fault, tag="nonsense-memory", frozen=True):
     gpu: GpuNumber
 
 
+class StuckMemory(_Fault, tag="stuck-memory", frozen=True):
+    """What is given up at the place stays taken until the fault is cleared, as after some crashes of a process."""
+
+    place: PlaceNumber
+
+
 Fault = (
     LostGpu
     | RemovedGpu
@@ -94,6 +100,7 @@ Fault = (
     | RefusedMemory
     | UnsupportedMemory
     | NonsenseMemory
+    | StuckMemory
 )
 
 

@@ -150,13 +150,7 @@ class SimDriver:
         if count <= 0:
             raise InvalidUse(f"words: count {count}; must be positive")
         number, (doorbell,) = self._channel.ask(wire.RegisterPage(self._channel.seq(), count), [fd])
-        return SimWords(os.dup(fd), count, doorbell, number, self._forget_page)
-
-    def _forget_page(self, number: int) -> None:
-        try:
-            self._channel.tell(wire.encode(wire.ClosePage(number)))
-        except ContextLost:  # the page went with the session
-            return
+        return SimWords(self._channel, number, count, os.dup(fd), doorbell)
 
     def stream(self, device: GpuId) -> SimStream:
         """A new stream on that GPU."""

@@ -4,11 +4,12 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
-from ema_driver.errors import InvalidUse
-from ema_driver.sim import linux
+from ema_driver.errors import ContextLost, InvalidUse
+from ema_driver.sim import linux, wire
+from ema_driver.sim.channel import Channel
 from ema_driver.sim.wire import ARMED
 
 _RECHECK = 0.1
@@ -18,10 +19,10 @@ _RECHECK = 0.1
 class SimWords:
     """A page of 32-bit words. Made by `SimDriver.words` and `SimDriver.adopt_words`."""
 
-    def __init__(self, fd: int, count: int, doorbell: int, number: int, forget: Callable[[int], None]) -> None:
+    def __init__(self, channel: Channel, number: int, count: int, fd: int, doorbell: int) -> None:
         """`fd` and `doorbell` become this object's."""
-        self.number = number
-        self._fd, self._count, self._doorbell, self._forget = fd, count, doorbell, forget
+        self.channel, self.number = channel, number
+        self._fd, self._count, self._doorbell = fd, count, doorbell
         self._map = mmap.mmap(fd, os.fstat(fd).st_size)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._words = memoryview(self._map).cast("I")
@@ -34,6 +35,8 @@ class SimWords:
 
     def check(self, index: int, value: int) -> None:
         """Raise InvalidUse unless there is such a word and the value fits it."""
+        if not self._open:
+            raise InvalidUse("the page is closed")
         if not 0 <= index < self._count:
             raise InvalidUse(f"word {index}; the page has {self._count}")
         if not 0 <= value < 2**32:
@@ -87,7 +90,8 @@ class SimWords:
         """Give the page up."""
         if self._open:
             self._open = False
-            self._forget(self.number)
+            with suppress(ContextLost):  # the page went with the session
+                self.channel.tell(wire.encode(wire.ClosePage(self.number)))
             self._words.release()
             self._map.close()
             os.close(self._fd)

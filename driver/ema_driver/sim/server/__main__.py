@@ -23,6 +23,7 @@ from ema_driver.sim.server.sessions import Session
 
 SOCKET, LOCK, LOG = "sim.sock", "sim.lock", "sim.log"
 FOLDER_TAKEN = 3
+_PAUSE_NS = 50_000_000
 
 
 class Server:
@@ -44,7 +45,9 @@ class Server:
     def _accept(self) -> None:
         try:
             link, _ = self._listener.accept()
-        except OSError:  # the caller has gone already, or descriptors are short just now
+        except OSError:  # the caller has gone already, or descriptors are short: looking again at once would spin
+            self._loop.forget(self._listener.fileno())
+            self._loop.call_at(now() + _PAUSE_NS, lambda: self._loop.watch(self._listener.fileno(), self._accept))
             return
         Session(self._machine, link, None, self._ended)
 
@@ -103,6 +106,7 @@ def main() -> int:
     # Ctrl-C in a terminal is for the programs in it; this process goes when its sessions are gone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()
+    sys.setswitchinterval(0.0002)  # workers must not keep the loop waiting for the interpreter
     Server(config, listener).run()
     (folder / SOCKET).unlink(missing_ok=True)
     return 0

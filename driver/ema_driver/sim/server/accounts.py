@@ -74,6 +74,8 @@ class Accounts:
         self.used = dict.fromkeys(capacity, 0)
         self.refused: dict[Place, int] = {}
         """Creations still to be refused; -1: all."""
+        self.stuck: set[Place] = set()
+        """Places where nothing that is given up becomes free."""
         self._by_inode: dict[int, Allocation] = {}
         self._loose: set[Allocation] = set()
         """Nobody here has a handle or mapping: free as soon as nobody outside holds it."""
@@ -123,7 +125,7 @@ class Accounts:
         """Call after a handle, mapping or pin has gone: frees the bytes if that was the last hold."""
         if allocation.handles or allocation.mappings or allocation.pins:
             return
-        if allocation.held_outside():
+        if allocation.held_outside() or allocation.place in self.stuck:
             self._loose.add(allocation)
             return
         self._loose.discard(allocation)

@@ -71,6 +71,7 @@ class Lane:
         self._free_at = 0
         self._queue: deque[Job] = deque()
         self._active: Job | None = None
+        self._draining = False
         self.hung = False
         self.factor = 1.0
         self.lie = ""
@@ -87,11 +88,16 @@ class Lane:
             self._next()
 
     def _next(self) -> None:
+        # Short copies end inside `_begin`, which leads back here: the loop goes on with the next, the stack stays flat.
+        if self._draining:
+            return
+        self._draining = True
         while self._queue and self._active is None and not self.hung:
             job = self._queue.popleft()
             if not job.aborted:
                 self._active = job
                 self._begin(job)
+        self._draining = False
 
     def _begin(self, job: Job) -> None:
         segment = job.segments[0]

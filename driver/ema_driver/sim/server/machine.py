@@ -147,6 +147,8 @@ class Machine:
                 self._hung.add(self._gpu(fault.gpu))
             case faults.RefusedMemory():
                 self.accounts.refused[self.place(fault.place)] = fault.creates or -1
+            case faults.StuckMemory():
+                self.accounts.stuck.add(self.place(fault.place))
             case faults.UnsupportedMemory() | faults.NonsenseMemory():
                 self._memory_faults[self._gpu(fault.gpu)] = fault
             case faults.LyingPair():
@@ -172,6 +174,8 @@ class Machine:
                     callback()
             case faults.RefusedMemory():
                 self.accounts.refused.pop(self.place(fault.place), None)
+            case faults.StuckMemory():
+                self.accounts.stuck.discard(self.place(fault.place))
             case faults.UnsupportedMemory() | faults.NonsenseMemory():
                 self._memory_faults.pop(self._gpu(fault.gpu), None)
             case _:

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 _MESSAGES_A_TURN = 16
 _KEPT_EVENTS = 1000
 OBJECT_LIMIT = 100_000
-"""Handles, streams, graphs and pages of one session, each."""
+"""Handles, streams and graphs of one session, each."""
+PAGE_COUNT = 1000
+"""Pages of one session: each costs the device process descriptors."""
 
 
 class Session:
@@ -328,6 +330,8 @@ class Session:
         """Pages are not counted as memory of any place."""
         if len(fds) != 1:
             raise InvalidUse(f"words: {len(fds)} descriptors sent; must be 1")
+        if len(self._pages) >= PAGE_COUNT:
+            raise InvalidUse(f"words: more than {PAGE_COUNT} pages in one session")
         number = self._number(self._pages)
         page = self._machine.pages.register(fds[0], call.count)
         self._pages[number] = page
