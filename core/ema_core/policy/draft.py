@@ -114,7 +114,9 @@ class Draft:
             rows.append(figures if figures is not None and figures[0] == chunk else lease.count(chunk))
         columns: list[list[Any]] = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(15)]
         self.kept_wanted, self.droppable_wanted, self.limits, self.assured = columns[1:5]
-        self.kept_held, self.droppable_held, self.on_gpus, self.on_host = columns[5:9]
+        self.kept_held, self.droppable_held = columns[5:7]
+        self.on_gpus: list[int] = columns[7]
+        self.on_host: list[int] = columns[8]
         self.weight, self.priority, self.gpu = columns[11:14]
         spots, names = columns[10], columns[14]
         by_name = {pool.name: p for p, pool in enumerate(self.pools)}
@@ -184,8 +186,7 @@ class Draft:
 
     def held(self, i: int) -> int:
         """Bytes of lease `i` everywhere, as planned so far."""
-        on_gpus: int = self.on_gpus[i]
-        return on_gpus + self.on_host[i]
+        return self.on_gpus[i] + self.on_host[i]
 
     def holders(self, k: int) -> list[int]:
         """Leases with bytes at place `k`, as planned so far or before."""
