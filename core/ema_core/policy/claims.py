@@ -20,9 +20,6 @@ def entitle(draft: Draft) -> None:
     """Set `gpu_share`, `share`, `kept_share` and `host_droppable` of the draft, in bytes."""
     leases, pools, pool_of = draft.leases, draft.pools, draft.pool_of
     chunks = [pool.chunk for pool in pools]
-    host = draft.host
-    weight = [lease.weight for lease in leases]
-    priority = [lease.priority for lease in leases]
     assured = draft.assured if any(draft.assured) else None
     group_of, groups, reach, sheltered = _groups(draft)
 
@@ -32,50 +29,43 @@ def entitle(draft: Draft) -> None:
     kept = draft.kept_wanted
     if not all(sheltered):
         kept = [k if sheltered[g] else 0 for k, g in zip(kept, group_of, strict=True)]
-    by_pool = Claims(pool_of, weight, priority, chunks, tie)
-    if any(map(gt, _sums(pool_of, kept, len(pools)), draft.host_room)):
+    claims = Claims(group_of, draft.weight, draft.priority, [chunks[p] for p in groups], tie)
+    if any(map(gt, draft.by_pool(kept), draft.host_room)):
+        by_pool = Claims(pool_of, draft.weight, draft.priority, chunks, tie)
         sunk = [held // chunks[p] * chunks[p] for held, p in zip(draft.kept_held, pool_of, strict=True)]
         filled = _fill(by_pool, sunk, assured, kept, [(room, (p,)) for p, room in enumerate(draft.host_room)])
         kept = list(map(min, filled, kept))
     draft.kept_share = kept
     wanted = list(map(min, draft.limits, map(add, kept, draft.droppable_wanted)))
 
-    claims = Claims(group_of, weight, priority, [chunks[p] for p in groups], tie)
     draft.gpu_share = gpu_share = _fill(claims, None, assured, wanted, _shared(draft, tuple(reach)))
     draft.share = gpu_share
-    short = [i for i, (s, w) in enumerate(zip(gpu_share, wanted, strict=True)) if s < w and draft.rate_of[i][host]]
-    if short and any(draft.host_lend):
-        draft.share = _fill_host(draft, short, wanted, tie)
+    if any(draft.host_lend) and gpu_share != wanted:
+        reaches = [sheltered[g] for g in group_of]
+        draft.share = _fill_host(
+            draft, wanted, [i for i, r in enumerate(reaches) if r and gpu_share[i] < wanted[i]], tie
+        )
     _split_host(draft)
 
 
-def _fill_host(draft: Draft, short: list[int], wanted: list[int], tie: Callable[[int], tuple[float, str]]) -> list[int]:
+def _fill_host(draft: Draft, wanted: list[int], short: list[int], tie: Callable[[int], tuple[float, str]]) -> list[int]:
     """Shares of GPU and host memory together, where GPU memory alone leaves leases short."""
-    pools, leases, has = draft.pools, draft.leases, draft.gpu_share
+    both = list(draft.gpu_share)
     claims = Claims(
         [draft.pool_of[i] for i in short],
-        [leases[i].weight for i in short],
-        [leases[i].priority for i in short],
-        [pool.chunk for pool in pools],
+        [draft.weight[i] for i in short],
+        [draft.priority[i] for i in short],
+        [pool.chunk for pool in draft.pools],
         lambda n: tie(short[n]),
     )
-    low = [has[i] for i in short]
-    lent = _sums(claims.group, low, len(pools))
-    rooms = [(lent[p] + whole_chunks(room, pools[p].chunk), (p,)) for p, room in enumerate(draft.host_lend)]
-    filled = _fill(claims, low, [draft.assured[i] for i in short], [wanted[i] for i in short], rooms)
-    both = list(has)
-    for i, amount in zip(short, filled, strict=True):
+    low, high = [both[i] for i in short], [wanted[i] for i in short]
+    lent = [0] * len(draft.pools)
+    for p, has in zip(claims.group, low, strict=True):
+        lent[p] += has
+    rooms = [(lent[p] + whole_chunks(room, draft.pools[p].chunk), (p,)) for p, room in enumerate(draft.host_lend)]
+    for i, amount in zip(short, _fill(claims, low, [draft.assured[i] for i in short], high, rooms), strict=True):
         both[i] = amount
     return both
-
-
-def _sums(group: Sequence[int], sizes: Sequence[int], count: int) -> list[int]:
-    if count == 1:
-        return [sum(sizes)]
-    sums = [0] * count
-    for g, size in zip(group, sizes, strict=True):
-        sums[g] += size
-    return sums
 
 
 def _fill(
@@ -90,7 +80,7 @@ def _fill(
         low = [0] * len(high)
     else:
         high = list(map(max, low, high))
-    if assured is not None:
+    if assured is not None and any(map(gt, map(min, assured, high), low)):
         low = shares(claims, low, list(map(max, low, map(min, assured, high))), shared)
     return shares(claims, low, high, shared)
 
@@ -98,7 +88,7 @@ def _fill(
 def _groups(draft: Draft) -> tuple[list[int], list[int], list[int], list[bool]]:
     """The group of each lease; each group's pool, the lenders it reaches as a bit mask, and if it reaches the host."""
     span, index = draft.span, draft.index
-    keys = [(p, lease.gpu) for p, lease in zip(draft.pool_of, draft.leases, strict=True)]
+    keys = list(zip(draft.pool_of, draft.gpu, strict=True))
     known = {key: group for group, key in enumerate(sorted(set(keys)))}
     reach: list[int] = []
     sheltered: list[bool] = []
@@ -130,6 +120,6 @@ def _shared(draft: Draft, reach: tuple[int, ...]) -> list[Shared]:
 def _split_host(draft: Draft) -> None:
     spoken = list(draft.droppable_on_host)
     refuge = list(map(max, draft.kept_held, map(min, draft.kept_share, draft.share)))
-    for p, size in enumerate(_sums(draft.pool_of, refuge, len(spoken))):
+    for p, size in enumerate(draft.by_pool(refuge)):
         spoken[p] += size
     draft.host_droppable = [room - taken for room, taken in zip(draft.host_room, spoken, strict=True)]

@@ -6,6 +6,7 @@ longer has. Bytes that are shifted twice are booked as one way from where they w
 
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
+from typing import Any
 
 from ema_core.ids import HOST, LeaseId, Place, PoolName
 from ema_core.plan import Cause, Drop, Grant, Move, Overdue, Plan
@@ -35,22 +36,7 @@ def _orphan(name: PoolName) -> PoolPolicy:
     )
 
 
-Row = tuple[int, int, int, int, int, int]
-"""Kept and droppable bytes wanted (rounded up), limit and guarantee (rounded down), kept and droppable bytes held."""
-
-
-def tally(lease: Lease, chunk: int) -> Row:
-    """The figures of a lease in whole chunks."""
-    limit = lease.limit // chunk * chunk
-    kept, droppable = lease.sums()
-    return (
-        min(limit, -(-lease.kept // chunk) * chunk),
-        -(-lease.droppable // chunk) * chunk,
-        limit,
-        lease.guaranteed // chunk * chunk,
-        kept,
-        droppable,
-    )
+Spots = tuple[tuple[Place, int], ...]
 
 
 class Draft:
@@ -121,51 +107,70 @@ class Draft:
         return caps
 
     def _read_leases(self) -> None:
-        host, index, rates = self.host, self.index, self.rates
+        chunk_of = {pool.name: pool.chunk for pool in self.pools}
+        rows = []
+        for lease in self.leases:
+            figures, chunk = lease.figures, chunk_of[lease.pool]
+            rows.append(figures if figures is not None and figures[0] == chunk else lease.count(chunk))
+        columns: list[list[Any]] = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(15)]
+        self.kept_wanted, self.droppable_wanted, self.limits, self.assured = columns[1:5]
+        self.kept_held, self.droppable_held = columns[5:7]
+        self.on_gpus: list[int] = columns[7]
+        self.on_host: list[int] = columns[8]
+        self.weight, self.priority, self.gpu = columns[11:14]
+        spots, names = columns[10], columns[14]
         by_name = {pool.name: p for p, pool in enumerate(self.pools)}
+        self.pool_of: list[int] = [by_name[name] for name in names]
         nowhere = [0] * (self.span + 1)
-        self.pool_of = [by_name[lease.pool] for lease in self.leases]
-        self.rate_of = [rates.get(lease.gpu, nowhere) for lease in self.leases]
-        chunks = [pool.chunk for pool in self.pools]
-        rows = [tally(lease, chunks[p]) for lease, p in zip(self.leases, self.pool_of, strict=True)]
-        columns = zip(*rows, strict=True) if rows else iter(((),) * 6)
-        self.kept_wanted, self.droppable_wanted, self.limits, self.assured, kept, droppable = map(list, columns)
-        self.kept_held, self.droppable_held = kept, droppable
-        self.lent = lent = [0] * (self.span + 1)
-        self.pool_lent = [[0] * (self.span + 1) for _ in self.pools]
-        self.droppable_on_host = [0] * len(self.pools)
-        self.on_host = on_host = [0] * len(rows)
-        self.barred: list[tuple[int, int]] = []
+        self.rate_of = [self.rates.get(gpu, nowhere) for gpu in self.gpu]
+        self.droppable_on_host = self.by_pool(columns[9])
+        sums = [self._lent(pool.name, spots, names) for pool in self.pools]
+        vanished = sorted({place for each in sums for place in each} - self.index.keys())
+        for place in vanished:
+            self.index[place] = len(self.places)
+            self.places.append(place)
+        self.pool_lent = [[each.get(place, 0) for place in self.places] for each in sums]
+        self.lent = list(map(sum, zip(*self.pool_lent, strict=True)))
+        self.barred = self._barred(spots)
         self._holders: dict[int, list[int]] = {}
-        mine = self.pool_lent[0] if self.pools else lent
-        alone = len(self.pools) == 1
-        for i, lease in enumerate(self.leases):
-            row = self.rate_of[i]
-            if not alone:
-                mine = self.pool_lent[self.pool_of[i]]
-            for place, amount in lease.spots():
-                k = index.get(place)
-                if k is None:
-                    k = self._vanished(place)
-                mine[k] += amount
-                if k >= host:
-                    if k == host:
-                        on_host[i] = amount
-                        self.droppable_on_host[self.pool_of[i]] += lease.held[place].droppable
-                    else:
-                        self.barred.append((i, k))
-                        continue
-                if not row[k]:
-                    self.barred.append((i, k))
-        lent[:] = map(sum, zip(*self.pool_lent, strict=True)) if self.pools else lent
-        self.on_gpus = [k + d - h for k, d, h in zip(kept, droppable, on_host, strict=True)]
 
-    def _vanished(self, place: Place) -> int:
-        k = self.index[place] = len(self.places)
-        self.places.append(place)
-        for row in self.pool_lent:
-            row.append(0)
-        return k
+    def by_pool(self, sizes: Sequence[int]) -> list[int]:
+        """Sums of one figure per lease, for each pool."""
+        if len(self.pools) == 1:
+            return [sum(sizes)]
+        sums = [0] * len(self.pools)
+        for p, size in zip(self.pool_of, sizes, strict=True):
+            sums[p] += size
+        return sums
+
+    def _lent(self, pool: PoolName, spots: list[Spots], names: list[PoolName]) -> dict[Place, int]:
+        lent = dict.fromkeys(self.places, 0)
+        if len(self.pools) > 1:
+            spots = [each for each, name in zip(spots, names, strict=True) if name == pool]
+        for each in spots:
+            for place, size in each:
+                try:
+                    lent[place] += size
+                except KeyError:
+                    lent[place] = size
+        return lent
+
+    def _barred(self, spots: list[Spots]) -> list[tuple[int, int]]:
+        """Leases with bytes where no verified path reaches them, and the place."""
+        index, host = self.index, self.host
+        vanished = len(self.places) > host + 1
+        found = []
+        for i, (gpu, row, each) in enumerate(zip(self.gpu, self.rate_of, spots, strict=True)):
+            # Mostly everybody reaches everything but himself: then there is only one place to look at.
+            if not vanished and row.count(0) == 1 and gpu in index and not row[index[gpu]]:
+                if gpu in self.leases[i].held:
+                    found.append((i, index[gpu]))
+                continue
+            for place, _ in each:
+                k = index[place]
+                if k > host or not row[k]:
+                    found.append((i, k))
+        return found
 
     # What is where
 
@@ -223,7 +228,7 @@ class Draft:
     def any_room(self, p: int) -> bool:
         """Whether pool `p` may grow by a chunk anywhere."""
         chunk, grow, lent = self.pools[p].chunk, self.grow, self.lent
-        return any([grow[k] - lent[k] >= chunk for k in range(self.span)])
+        return any(grow[k] - lent[k] >= chunk for k in range(self.span))
 
     def overdue_at(self, i: int, k: int) -> int:
         """Bytes of lease `i` at place `k` that are known to have nowhere to go."""
