@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from ema_core.ids import LeaseId, Place
 
 
@@ -28,8 +30,7 @@ class Cause(StrEnum):
     """The lease holds more than its limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(msgspec.Struct, frozen=True, gc=False):
     """Create `size` bytes for `lease` at `place`."""
 
     lease: LeaseId
@@ -38,8 +39,7 @@ class Grant:
     droppable: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(msgspec.Struct, frozen=True, gc=False):
     """Move `size` bytes of `lease` from `source` to `target` (a GPU or `HOST`)."""
 
     lease: LeaseId
@@ -50,8 +50,7 @@ class Move:
     cause: Cause
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(msgspec.Struct, frozen=True, gc=False):
     """Drop `size` droppable bytes of `lease` at `place`; the borrower is told before it can use them."""
 
     lease: LeaseId
@@ -60,8 +59,7 @@ class Drop:
     cause: Cause
 
 
-@dataclass(frozen=True, slots=True)
-class Overdue:
+class Overdue(msgspec.Struct, frozen=True, gc=False):
     """`size` bytes that must leave `place` and have nowhere to go."""
 
     lease: LeaseId
@@ -70,8 +68,7 @@ class Overdue:
     cause: Cause
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(msgspec.Struct, frozen=True, gc=False):
     """A lease whose demand is not met: `short` bytes, and its place in the queue (0 is next)."""
 
     lease: LeaseId

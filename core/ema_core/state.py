@@ -6,8 +6,9 @@ immutable; the order of tuples never matters to the policy.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ema_core.ids import GpuId, LeaseId, Place, PoolName
+from ema_core.ids import HOST, GpuId, LeaseId, Place, PoolName
 
 
 def _never_negative(of: str, **amounts: float) -> None:
@@ -70,6 +71,33 @@ class Holding:
         return self.clean + self.dirty + self.droppable
 
 
+class Figures(NamedTuple):
+    """One lease for the policy's inner loops: bytes, in whole chunks."""
+
+    chunk: int
+    kept_wanted: int
+    """Rounded up, within the limit."""
+    droppable_wanted: int
+    """Rounded up."""
+    limit: int
+    """Rounded down."""
+    assured: int
+    """The guaranteed amount, rounded down."""
+    kept: int
+    """Held anywhere."""
+    droppable: int
+    """Held anywhere."""
+    on_gpus: int
+    on_host: int
+    droppable_on_host: int
+    spots: tuple[tuple[Place, int], ...]
+    """Bytes held at each place."""
+    weight: int
+    priority: int
+    gpu: GpuId
+    pool: PoolName
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """One borrower: what it may have, what it wants, what it has."""
@@ -94,6 +122,8 @@ class Lease:
     reclaimed_at: float = float("-inf")
     """When something was last taken from it: it does not jump back before minHold has passed."""
     held: Mapping[Place, Holding] = field(default_factory=dict)
+    figures: Figures | None = field(default=None, init=False, repr=False, compare=False)
+    """What `count` found last: a lease never changes, and the policy looks at each one many times."""
 
     def __post_init__(self) -> None:
         if self.guaranteed < 0 or self.limit < 0 or self.kept < 0 or self.droppable < 0 or self.weight < 1:
@@ -106,10 +136,42 @@ class Lease:
         """Bytes wanted in all."""
         return self.kept + self.droppable
 
+    def count(self, chunk: int) -> Figures:
+        """This lease in whole chunks of `chunk` bytes, added up."""
+        kept = droppable = on_host = droppable_on_host = 0
+        spots = []
+        for place, h in self.held.items():
+            surely, maybe = h.clean + h.dirty, h.droppable
+            kept += surely
+            droppable += maybe
+            spots.append((place, surely + maybe))
+            if place == HOST:
+                on_host, droppable_on_host = surely + maybe, maybe
+        limit = self.limit // chunk * chunk
+        figures = Figures(
+            chunk=chunk,
+            kept_wanted=min(limit, -(-self.kept // chunk) * chunk),
+            droppable_wanted=-(-self.droppable // chunk) * chunk,
+            limit=limit,
+            assured=self.guaranteed // chunk * chunk,
+            kept=kept,
+            droppable=droppable,
+            on_gpus=kept + droppable - on_host,
+            on_host=on_host,
+            droppable_on_host=droppable_on_host,
+            spots=tuple(spots),
+            weight=self.weight,
+            priority=self.priority,
+            gpu=self.gpu,
+            pool=self.pool,
+        )
+        object.__setattr__(self, "figures", figures)
+        return figures
+
     @property
     def held_total(self) -> int:
         """Bytes held in all, on GPUs and in host memory."""
-        return sum(h.total for h in self.held.values())
+        return sum(h.clean + h.dirty + h.droppable for h in self.held.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,12 @@ Three fillings of the same kind, each by guaranteed amounts, then priority, then
 3. *What is left against host memory*, the lender of last resort.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import add, gt
 
 from ema_core.policy.draft import Draft
 from ema_core.policy.entitlement import Claims, Shared, shares
+from ema_core.policy.lendable import whole_chunks
 from ema_core.policy.reach import bits, unions
 
 
@@ -18,84 +20,88 @@ def entitle(draft: Draft) -> None:
     """Set `gpu_share`, `share`, `kept_share` and `host_droppable` of the draft, in bytes."""
     leases, pools, pool_of = draft.leases, draft.pools, draft.pool_of
     chunks = [pool.chunk for pool in pools]
-    kept: list[int] = []
-    droppable: list[int] = []
-    limits: list[int] = []
-    assured: list[int] = []
-    host = draft.host
-    kept_by_pool = [0] * len(pools)
-    for lease, p, row in zip(leases, pool_of, draft.rate_of, strict=True):
-        chunk = chunks[p]
-        limit = lease.limit // chunk * chunk
-        want = min(limit, -(-lease.kept // chunk) * chunk) if row[host] else 0
-        kept.append(want)
-        kept_by_pool[p] += want
-        droppable.append(-(-lease.droppable // chunk) * chunk)
-        limits.append(limit)
-        assured.append(lease.guaranteed // chunk * chunk)
-    weight = [lease.weight for lease in leases]
-    priority = [lease.priority for lease in leases]
+    assured = draft.assured if any(draft.assured) else None
+    group_of, groups, reach, sheltered = _groups(draft)
 
     def tie(i: int) -> tuple[float, str]:
         return leases[i].asked_at, leases[i].id
 
-    by_pool = Claims(pool_of, weight, priority, chunks, tie)
-    if any(want > room for want, room in zip(kept_by_pool, draft.host_room, strict=True)):
+    kept = draft.kept_wanted
+    if not all(sheltered):
+        kept = [k if sheltered[g] else 0 for k, g in zip(kept, group_of, strict=True)]
+    claims = Claims(group_of, draft.weight, draft.priority, [chunks[p] for p in groups], tie)
+    if any(map(gt, draft.by_pool(kept), draft.host_room)):
+        by_pool = Claims(pool_of, draft.weight, draft.priority, chunks, tie)
         sunk = [held // chunks[p] * chunks[p] for held, p in zip(draft.kept_held, pool_of, strict=True)]
-        rooms = [(room, (p,)) for p, room in enumerate(draft.host_room)]
-        kept = _fill(by_pool, sunk, assured, kept, rooms)
+        filled = _fill(by_pool, sunk, assured, kept, [(room, (p,)) for p, room in enumerate(draft.host_room)])
+        kept = list(map(min, filled, kept))
     draft.kept_share = kept
-    wanted = [min(limit, k + d) for limit, k, d in zip(limits, kept, droppable, strict=True)]
+    wanted = list(map(min, draft.limits, map(add, kept, draft.droppable_wanted)))
 
-    group_of, groups, reach = _groups(draft)
-    shared = _shared(draft, tuple(reach))
-    claims = Claims(group_of, weight, priority, [chunks[p] for p in groups], tie)
-    draft.gpu_share = _fill(claims, [0] * len(leases), assured, wanted, shared)
-    if draft.gpu_share == wanted:
-        draft.share = wanted
-    else:
-        ask = [w if row[host] else s for w, s, row in zip(wanted, draft.gpu_share, draft.rate_of, strict=True)]
-        lent = [0] * len(pools)
-        for s, p in zip(draft.gpu_share, pool_of, strict=True):
-            lent[p] += s
-        rooms = [(lent[p] + room // chunks[p] * chunks[p], (p,)) for p, room in enumerate(draft.host_lend)]
-        draft.share = _fill(by_pool, draft.gpu_share, assured, ask, rooms)
+    draft.gpu_share = gpu_share = _fill(claims, None, assured, wanted, _shared(draft, tuple(reach)))
+    draft.share = gpu_share
+    if any(draft.host_lend) and gpu_share != wanted:
+        reaches = [sheltered[g] for g in group_of]
+        draft.share = _fill_host(
+            draft, wanted, [i for i, r in enumerate(reaches) if r and gpu_share[i] < wanted[i]], tie
+        )
     _split_host(draft)
 
 
+def _fill_host(draft: Draft, wanted: list[int], short: list[int], tie: Callable[[int], tuple[float, str]]) -> list[int]:
+    """Shares of GPU and host memory together, where GPU memory alone leaves leases short."""
+    both = list(draft.gpu_share)
+    claims = Claims(
+        [draft.pool_of[i] for i in short],
+        [draft.weight[i] for i in short],
+        [draft.priority[i] for i in short],
+        [pool.chunk for pool in draft.pools],
+        lambda n: tie(short[n]),
+    )
+    low, high = [both[i] for i in short], [wanted[i] for i in short]
+    lent = [0] * len(draft.pools)
+    for p, has in zip(claims.group, low, strict=True):
+        lent[p] += has
+    rooms = [(lent[p] + whole_chunks(room, draft.pools[p].chunk), (p,)) for p, room in enumerate(draft.host_lend)]
+    for i, amount in zip(short, _fill(claims, low, [draft.assured[i] for i in short], high, rooms), strict=True):
+        both[i] = amount
+    return both
+
+
 def _fill(
-    claims: Claims, low: Sequence[int], assured: Sequence[int], high: Sequence[int], shared: Sequence[Shared]
+    claims: Claims,
+    low: Sequence[int] | None,
+    assured: Sequence[int] | None,
+    high: Sequence[int],
+    shared: Sequence[Shared],
 ) -> list[int]:
     """Guaranteed amounts first, the rest after them."""
-    top = [max(lo, hi) for lo, hi in zip(low, high, strict=True)]
-    if any(assured):
-        floor = [max(lo, min(a, hi)) for lo, a, hi in zip(low, assured, top, strict=True)]
-        low = shares(claims, low, floor, shared)
-    return shares(claims, low, top, shared)
+    if low is None:
+        low = [0] * len(high)
+    else:
+        high = list(map(max, low, high))
+    if assured is not None and any(map(gt, map(min, assured, high), low)):
+        low = shares(claims, low, list(map(max, low, map(min, assured, high))), shared)
+    return shares(claims, low, high, shared)
 
 
-def _groups(draft: Draft) -> tuple[list[int], list[int], list[int]]:
-    """The group of each lease; each group's pool, and the lenders it reaches as a bit mask."""
+def _groups(draft: Draft) -> tuple[list[int], list[int], list[int], list[bool]]:
+    """The group of each lease; each group's pool, the lenders it reaches as a bit mask, and if it reaches the host."""
     span, index = draft.span, draft.index
-    known: dict[tuple[int, str], int] = {}
-    group_of: list[int] = []
-    pools: list[int] = []
+    keys = list(zip(draft.pool_of, draft.gpu, strict=True))
+    known = {key: group for group, key in enumerate(sorted(set(keys)))}
     reach: list[int] = []
-    for i, lease in enumerate(draft.leases):
-        key = (draft.pool_of[i], lease.gpu)
-        group = known.get(key)
-        if group is None:
-            group = known[key] = len(pools)
-            p, row, own = key[0], draft.rate_of[i], index.get(lease.gpu, -1)
-            caps = draft.pools[p].gpus
-            mask = 0
-            for k in range(span):
-                if row[k] and k != own and draft.places[k] in caps:
-                    mask |= 1 << (p * span + k)
-            pools.append(p)
-            reach.append(mask)
-        group_of.append(group)
-    return group_of, pools, reach
+    sheltered: list[bool] = []
+    nowhere = [0] * (span + 1)
+    for p, gpu in known:
+        row, own = draft.rates.get(gpu, nowhere), index.get(gpu, -1)
+        mask = 0
+        for k in range(span):
+            if row[k] and k != own and draft.places[k] in draft.pools[p].gpus:
+                mask |= 1 << (p * span + k)
+        reach.append(mask)
+        sheltered.append(row[draft.host] > 0)
+    return [known[key] for key in keys], [p for p, _ in known], reach, sheltered
 
 
 def _shared(draft: Draft, reach: tuple[int, ...]) -> list[Shared]:
@@ -113,6 +119,7 @@ def _shared(draft: Draft, reach: tuple[int, ...]) -> list[Shared]:
 
 def _split_host(draft: Draft) -> None:
     spoken = list(draft.droppable_on_host)
-    for p, held, kept, share in zip(draft.pool_of, draft.kept_held, draft.kept_share, draft.share, strict=True):
-        spoken[p] += max(held, min(kept, share))
+    refuge = list(map(max, draft.kept_held, map(min, draft.kept_share, draft.share)))
+    for p, size in enumerate(draft.by_pool(refuge)):
+        spoken[p] += size
     draft.host_droppable = [room - taken for room, taken in zip(draft.host_room, spoken, strict=True)]

@@ -6,6 +6,7 @@ longer has. Bytes that are shifted twice are booked as one way from where they w
 
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
+from typing import Any
 
 from ema_core.ids import HOST, LeaseId, Place, PoolName
 from ema_core.plan import Cause, Drop, Grant, Move, Overdue, Plan
@@ -33,6 +34,9 @@ def _orphan(name: PoolName) -> PoolPolicy:
         hysteresis=0,
         chunk=1,
     )
+
+
+Spots = tuple[tuple[Place, int], ...]
 
 
 class Draft:
@@ -103,58 +107,68 @@ class Draft:
         return caps
 
     def _read_leases(self) -> None:
-        n, host, index = self.span, self.host, self.index
+        chunk_of = {pool.name: pool.chunk for pool in self.pools}
+        rows = []
+        for lease in self.leases:
+            figures, chunk = lease.figures, chunk_of[lease.pool]
+            rows.append(figures if figures is not None and figures[0] == chunk else lease.count(chunk))
+        columns: list[list[Any]] = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(15)]
+        self.kept_wanted, self.droppable_wanted, self.limits, self.assured = columns[1:5]
+        self.kept_held, self.droppable_held, self.on_gpus, self.on_host = columns[5:9]
+        self.weight, self.priority, self.gpu = columns[11:14]
+        spots, names = columns[10], columns[14]
         by_name = {pool.name: p for p, pool in enumerate(self.pools)}
-        nowhere = [0] * (n + 1)
-        self.lent = lent = [0] * (n + 1)
-        self.pool_lent = [[0] * (n + 1) for _ in self.pools]
-        self.holders: list[list[int]] = [[] for _ in range(n + 1)]
-        self.barred: list[tuple[int, int]] = []
-        size = len(self.leases)
-        self.pool_of, self.on_gpus, self.on_host = [0] * size, [0] * size, [0] * size
-        self.kept_held, self.droppable_held = [0] * size, [0] * size
-        self.droppable_on_host = droppable_on_host = [0] * len(self.pools)
-        self.rate_of: list[list[int]] = []
-        rates, holders, pool_lent, rate_of = self.rates, self.holders, self.pool_lent, self.rate_of
-        for i, lease in enumerate(self.leases):
-            p = by_name[lease.pool]
-            self.pool_of[i] = p
-            row = rates.get(lease.gpu, nowhere)
-            rate_of.append(row)
-            held = lease.held
-            if not held:
-                continue
-            mine = pool_lent[p]
-            kept = droppable = on_gpus = 0
-            for place, holding in held.items():
-                surely = holding.clean + holding.dirty
-                maybe = holding.droppable
-                amount = surely + maybe
-                k = index.get(place)
-                if k is None:
-                    k = self._vanished(place)
-                kept += surely
-                droppable += maybe
-                lent[k] += amount
-                mine[k] += amount
-                if k != host:
-                    on_gpus += amount
-                else:
-                    droppable_on_host[p] += maybe
-                holders[k].append(i)
-                if k > host or not row[k]:
-                    self.barred.append((i, k))
-            self.kept_held[i], self.droppable_held[i] = kept, droppable
-            self.on_gpus[i], self.on_host[i] = on_gpus, kept + droppable - on_gpus
+        self.pool_of: list[int] = [by_name[name] for name in names]
+        nowhere = [0] * (self.span + 1)
+        self.rate_of = [self.rates.get(gpu, nowhere) for gpu in self.gpu]
+        self.droppable_on_host = self.by_pool(columns[9])
+        sums = [self._lent(pool.name, spots, names) for pool in self.pools]
+        vanished = sorted({place for each in sums for place in each} - self.index.keys())
+        for place in vanished:
+            self.index[place] = len(self.places)
+            self.places.append(place)
+        self.pool_lent = [[each.get(place, 0) for place in self.places] for each in sums]
+        self.lent = list(map(sum, zip(*self.pool_lent, strict=True)))
+        self.barred = self._barred(spots)
+        self._holders: dict[int, list[int]] = {}
 
-    def _vanished(self, place: Place) -> int:
-        k = self.index[place] = len(self.places)
-        self.places.append(place)
-        self.lent.append(0)
-        self.holders.append([])
-        for row in self.pool_lent:
-            row.append(0)
-        return k
+    def by_pool(self, sizes: Sequence[int]) -> list[int]:
+        """Sums of one figure per lease, for each pool."""
+        if len(self.pools) == 1:
+            return [sum(sizes)]
+        sums = [0] * len(self.pools)
+        for p, size in zip(self.pool_of, sizes, strict=True):
+            sums[p] += size
+        return sums
+
+    def _lent(self, pool: PoolName, spots: list[Spots], names: list[PoolName]) -> dict[Place, int]:
+        lent = dict.fromkeys(self.places, 0)
+        if len(self.pools) > 1:
+            spots = [each for each, name in zip(spots, names, strict=True) if name == pool]
+        for each in spots:
+            for place, size in each:
+                try:
+                    lent[place] += size
+                except KeyError:
+                    lent[place] = size
+        return lent
+
+    def _barred(self, spots: list[Spots]) -> list[tuple[int, int]]:
+        """Leases with bytes where no verified path reaches them, and the place."""
+        index, host = self.index, self.host
+        vanished = len(self.places) > host + 1
+        found = []
+        for i, (gpu, row, each) in enumerate(zip(self.gpu, self.rate_of, spots, strict=True)):
+            # Mostly everybody reaches everything but himself: then there is only one place to look at.
+            if not vanished and row.count(0) == 1 and gpu in index and not row[index[gpu]]:
+                if gpu in self.leases[i].held:
+                    found.append((i, index[gpu]))
+                continue
+            for place, _ in each:
+                k = index[place]
+                if k > host or not row[k]:
+                    found.append((i, k))
+        return found
 
     # What is where
 
@@ -170,7 +184,19 @@ class Draft:
 
     def held(self, i: int) -> int:
         """Bytes of lease `i` everywhere, as planned so far."""
-        return self.on_gpus[i] + self.on_host[i]
+        on_gpus: int = self.on_gpus[i]
+        return on_gpus + self.on_host[i]
+
+    def holders(self, k: int) -> list[int]:
+        """Leases with bytes at place `k`, as planned so far or before."""
+        known = self._holders.get(k)
+        if known is None:
+            place = self.places[k]
+            known = [i for i, lease in enumerate(self.leases) if place in lease.held]
+            known += [i for i, book in self._books.items() if k in book and place not in self.leases[i].held]
+            known.sort()
+            self._holders[k] = known
+        return known
 
     def last_used(self, i: int, k: int) -> float:
         """When the bytes of lease `i` at place `k` were last used."""
@@ -197,6 +223,11 @@ class Draft:
     def room(self, p: int, k: int) -> int:
         """The same in whole chunks, never below 0."""
         return whole_chunks(self.free(p, k), self.pools[p].chunk)
+
+    def any_room(self, p: int) -> bool:
+        """Whether pool `p` may grow by a chunk anywhere."""
+        chunk, grow, lent = self.pools[p].chunk, self.grow, self.lent
+        return any(grow[k] - lent[k] >= chunk for k in range(self.span))
 
     def overdue_at(self, i: int, k: int) -> int:
         """Bytes of lease `i` at place `k` that are known to have nowhere to go."""
@@ -230,7 +261,9 @@ class Draft:
             # What droppable bytes take of host memory is lent against what no kept byte needs.
             self.host_droppable[self.pool_of[i]] += size if source == self.host else -size
         left = size
-        for way in list(self._into.get((i, source, droppable), ())):
+        # Bytes that came earlier in this plan go on from there; dropped ones that are granted again never left.
+        door = (i, GONE if source == NEW else source, droppable)
+        for way in list(self._into.get(door, ())):
             if not left:
                 break
             there, first = self._ways[way]
@@ -238,7 +271,7 @@ class Draft:
             left -= part
             if part == there:
                 del self._ways[way]
-                self._into[i, source, droppable].remove(way)
+                self._into[door].remove(way)
             else:
                 self._ways[way] = (there - part, first)
             self._note((i, way[1], target, droppable), part, first)
@@ -252,8 +285,8 @@ class Draft:
             self.on_host[i] += change
         else:
             self.on_gpus[i] += change
-            if change > 0 and k < self.span and i not in self.holders[k]:
-                self.holders[k].append(i)
+            if change > 0:
+                self._holders.pop(k, None)
 
     def _note(self, way: Way, size: int, cause: Cause) -> None:
         i, source, target, droppable = way

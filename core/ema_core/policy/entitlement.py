@@ -11,25 +11,40 @@ hands out only the last, partial level singly.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import lcm
+from typing import NamedTuple
 
-
-@dataclass(frozen=True, slots=True)
-class Claims:
-    """Who competes. The lists have one entry per claim, `chunk` one per group."""
-
-    group: Sequence[int]
-    weight: Sequence[int]
-    priority: Sequence[int]
-    chunk: Sequence[int]
-    tie: Callable[[int], tuple[float, str]]
-    """Order among equals."""
-
+Cell = tuple[int, int, list[int]]
+"""A group, a weight, and the claims that have both."""
 
 Shared = tuple[int, tuple[int, ...]]
 """Bytes that some groups may have together, and the groups."""
+
+
+class Claims:
+    """Who competes, sorted out once for several fillings. One list entry per claim; `chunk` has one per group."""
+
+    __slots__ = ("chunk", "group", "tie", "tiers")
+
+    def __init__(
+        self,
+        group: Sequence[int],
+        weight: Sequence[int],
+        priority: Sequence[int],
+        chunk: Sequence[int],
+        tie: Callable[[int], tuple[float, str]],
+    ) -> None:
+        self.group, self.chunk, self.tie = group, chunk, tie
+        found: dict[tuple[int, int, int], list[int]] = {}
+        for i, key in enumerate(zip(priority, group, weight, strict=True)):
+            if key in found:
+                found[key].append(i)
+            else:
+                found[key] = [i]
+        self.tiers: dict[int, list[Cell]] = {p: [] for p in sorted(set(priority), reverse=True)}
+        for (p, g, w), members in found.items():
+            self.tiers[p].append((g, w, members))
 
 
 def shares(claims: Claims, low: Sequence[int], high: Sequence[int], shared: Sequence[Shared]) -> list[int]:
@@ -39,189 +54,205 @@ def shares(claims: Claims, low: Sequence[int], high: Sequence[int], shared: Sequ
     """
     groups = len(claims.chunk)
     lows, highs = [0] * groups, [0] * groups
-    for g, lo, hi in zip(claims.group, low, high, strict=True):
-        lows[g] += lo
-        highs[g] += hi
-    scarce = [(cap, members) for cap, members in shared if sum([highs[g] for g in members]) > cap]
+    tiers: list[list[_Rung]] = []
+    for cells in claims.tiers.values():
+        rungs = []
+        for g, weight, members in cells:
+            floor, ceiling = sum([low[i] for i in members]), sum([high[i] for i in members])
+            lows[g] += floor
+            highs[g] += ceiling
+            if floor < ceiling:
+                rungs.append(_Rung(g, weight, claims.chunk[g], members, floor, ceiling))
+        tiers.append(rungs)
+    scarce = [(cap, inside) for cap, inside in shared if sum([highs[g] for g in inside]) > cap]
     if not scarce:
         return list(high)
     got = list(high)
-    slack = [cap - sum([lows[g] for g in members]) for cap, members in scarce]
+    slack = [cap - sum([lows[g] for g in inside]) for cap, inside in scarce]
     bound: list[list[int]] = [[] for _ in range(groups)]
-    for u, (_, members) in enumerate(scarce):
-        for g in members:
+    for u, (_, inside) in enumerate(scarce):
+        for g in inside:
             bound[g].append(u)
-    tiers: dict[int, list[int]] = {}
-    for i, g in enumerate(claims.group):
-        if bound[g] and low[i] < high[i]:
-            tiers.setdefault(claims.priority[i], []).append(i)
-    for priority in sorted(tiers, reverse=True):
-        _Tier(claims, low=low, high=high, bound=bound, slack=slack, members=tiers[priority]).fill(got)
+    for rungs in tiers:
+        tier = _Tier(claims, low, high, bound=bound, slack=slack)
+        for rung in rungs:
+            if bound[rung.group]:
+                tier.enter(rung, got)
+        tier.fill(got)
     return got
 
 
-class _Ladder:
-    """Claims of one weight and chunk size: what they have together at a level."""
+class _Rung(NamedTuple):
+    """Claims of one priority, group and weight, and the sums of their `low` and `high`."""
 
-    __slots__ = ("_high_sum", "_highs", "_low_sum", "_lows", "step", "weight")
+    group: int
+    weight: int
+    step: int
+    """Chunk size."""
+    members: list[int]
+    floor: int
+    ceiling: int
+
+
+_Last = tuple[_Rung, int, list[int], list[int]]
+"""Claims, their level, their amounts at it, and those that get one chunk more."""
+
+
+class _Ladder:
+    """Claims of one weight and chunk size, whatever their group: what they have together at a level."""
+
+    __slots__ = ("_high_sum", "_highs", "_low_sum", "_lows", "step", "top", "weight")
 
     def __init__(self, weight: int, step: int, lows: list[int], highs: list[int]) -> None:
         self.weight, self.step = weight, step
         self._lows, self._highs = sorted(lows), sorted(highs)
-        self._low_sum = [0, *accumulate(self._lows)]
-        self._high_sum = [0, *accumulate(self._highs)]
+        self._low_sum, self._high_sum = [0, *accumulate(self._lows)], [0, *accumulate(self._highs)]
+        self.top = self._highs[-1]
 
     def total(self, level: int) -> int:
-        """Sum of min(high, max(low, level))."""
+        """Sum of min(high, max(low, level)), less the sum of low."""
         full, floor = bisect_right(self._highs, level), bisect_left(self._lows, level)
-        at_level = floor - full
-        return self._high_sum[full] + self._low_sum[-1] - self._low_sum[floor] + level * at_level
+        return self._high_sum[full] - self._low_sum[floor] + level * (floor - full)
 
 
 class _Tier:
     """Claims of one priority, filled together."""
 
-    __slots__ = ("_bound", "_chunk", "_claims", "_grain", "_heaviest", "_high", "_low", "_open", "_slack")
+    __slots__ = ("_bound", "_claims", "_grain", "_heaviest", "_high", "_low", "_open", "_slack")
 
     def __init__(
-        self,
-        claims: Claims,
-        *,
-        low: Sequence[int],
-        high: Sequence[int],
-        bound: list[list[int]],
-        slack: list[int],
-        members: list[int],
+        self, claims: Claims, low: Sequence[int], high: Sequence[int], *, bound: list[list[int]], slack: list[int]
     ) -> None:
         self._claims, self._low, self._high, self._bound, self._slack = claims, low, high, bound, slack
-        self._chunk = claims.chunk
-        self._open: dict[int, list[int]] = {}
-        group = claims.group
-        for i in members:
-            self._open.setdefault(group[i], []).append(i)
-        # A rung raises the heaviest claim of the smallest chunk by one chunk, and no claim by more than one.
-        self._heaviest = max([claims.weight[i] for i in members])
-        self._grain = min([claims.chunk[g] for g in self._open])
+        self._open: dict[int, list[_Rung]] = {}
+        # One step raises the heaviest claim of the smallest chunk by one chunk, and no claim by more than one.
+        self._heaviest = self._grain = 1
 
-    def _level(self, rung: int, weight: int, chunk: int) -> int:
-        return rung * self._grain * weight // (self._heaviest * chunk) * chunk
+    def enter(self, rung: _Rung, got: list[int]) -> None:
+        """Let claims take part; they have `low` where their group has no room left."""
+        if min([self._slack[u] for u in self._bound[rung.group]]) < rung.step:
+            for i in rung.members:
+                got[i] = self._low[i]
+        elif rung.group in self._open:
+            self._open[rung.group].append(rung)
+        else:
+            self._open[rung.group] = [rung]
 
     def fill(self, got: list[int]) -> None:
         """Write the tier's amounts into `got` and take them off the slack."""
-        for g in list(self._open):
-            if min([self._slack[u] for u in self._bound[g]]) < self._chunk[g]:
-                for i in self._open.pop(g):
-                    got[i] = self._low[i]
-        rung = 0
+        self._heaviest = max([rung.weight for rungs in self._open.values() for rung in rungs], default=1)
+        self._grain = min([self._claims.chunk[g] for g in self._open], default=1)
+        step = 0
         while self._open:
-            rung = self._highest_rung(rung)
-            if rung < 0:
-                for g in list(self._open):
-                    self._close(g, self._high, got)
+            step = self._highest_step(step)
+            if step < 0:
+                # `got` began with everybody's `high`.
+                for g, rungs in self._open.items():
+                    for u in self._bound[g]:
+                        self._slack[u] -= sum([rung.ceiling - rung.floor for rung in rungs])
                 return
-            self._last_level(rung, got)
-            rung += 1
+            self._last_step(step, got)
+            step += 1
 
-    def _highest_rung(self, rung: int) -> int:
-        """The highest rung from `rung` on at which all fits, or -1 if everybody can have all."""
-        low, high = self._low, self._high
-        need = {g: sum([high[i] - low[i] for i in members]) for g, members in self._open.items()}
+    def _level(self, step: int, rung: _Rung | _Ladder) -> int:
+        return step * self._grain * rung.weight // (self._heaviest * rung.step) * rung.step
+
+    def _highest_step(self, step: int) -> int:
+        """The highest step from `step` on at which all fits, or -1 if everybody can have all."""
         asked: dict[int, int] = {}
-        for g, size in need.items():
+        for g, rungs in self._open.items():
+            need = sum([rung.ceiling - rung.floor for rung in rungs])
             for u in self._bound[g]:
-                asked[u] = asked.get(u, 0) + size
+                asked[u] = asked.get(u, 0) + need
         top = -1
-        # The most overdrawn capacity first: it mostly sets the rung, and the others then need only one look.
+        # The most overdrawn capacity first: it mostly sets the level, and the others then need only one look.
         for u in sorted(asked, key=lambda u: (self._slack[u] - asked[u], u)):
             if asked[u] <= self._slack[u]:
                 break
-            top = self._search(u, rung, top)
+            top = self._search(u, step, top)
         return top
 
-    def _search(self, u: int, rung: int, top: int) -> int:
-        """The highest rung in [rung, top] at which capacity `u` suffices; `rung` itself is known to fit."""
-        weight, low, high = self._claims.weight, self._low, self._high
-        sets: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-        spare = self._slack[u]
-        for g, members in self._open.items():
-            if u in self._bound[g]:
-                for i in members:
-                    lows, highs = sets.setdefault((weight[i], self._chunk[g]), ([], []))
-                    lows.append(low[i])
-                    highs.append(high[i])
-                    spare += low[i]
-        ladders = [_Ladder(w, chunk, lows, highs) for (w, chunk), (lows, highs) in sets.items()]
-
-        def fits(at: int) -> bool:
-            return sum([each.total(self._level(at, each.weight, each.step)) for each in ladders]) <= spare
-
+    def _search(self, u: int, step: int, top: int) -> int:
+        """The highest step in [step, top] at which capacity `u` suffices; `step` itself is known to fit."""
+        ladders = self._ladders(u)
+        spare, level = self._slack[u], self._level
         if top < 0:
-            top = max([-(-max(highs) * self._heaviest // (w * self._grain)) for (w, _), (_, highs) in sets.items()])
-        elif fits(top):
+            top = max([-(-each.top * self._heaviest // (each.weight * self._grain)) for each in ladders])
+        elif sum([each.total(level(top, each)) for each in ladders]) <= spare:
             return top
-        while rung < top:
-            middle = (rung + top + 1) // 2
-            if fits(middle):
-                rung = middle
+        while step < top:
+            middle = (step + top + 1) // 2
+            if sum([each.total(level(middle, each)) for each in ladders]) <= spare:
+                step = middle
             else:
                 top = middle - 1
-        return rung
+        return step
 
-    def _close(self, g: int, amounts: Sequence[int], got: list[int]) -> None:
-        taken = 0
-        for i in self._open.pop(g):
-            got[i] = amounts[i]
-            taken += amounts[i] - self._low[i]
-        for u in self._bound[g]:
-            self._slack[u] -= taken
+    def _ladders(self, u: int) -> list[_Ladder]:
+        """The open claims under capacity `u`."""
+        alike: dict[tuple[int, int], list[int]] = {}
+        for g, rungs in self._open.items():
+            if u in self._bound[g]:
+                for rung in rungs:
+                    alike.setdefault((rung.weight, rung.step), []).extend(rung.members)
+        low, high = self._low, self._high
+        return [
+            _Ladder(weight, step, [low[i] for i in members], [high[i] for i in members])
+            for (weight, step), members in alike.items()
+        ]
 
-    def _last_level(self, rung: int, got: list[int]) -> None:
-        """Hand out the chunks between `rung` and the next one singly; close the groups where one does not fit."""
-        weight, low, high = self._claims.weight, self._low, self._high
-        spare = list(self._slack)
-        asked: dict[int, int] = {}
-        last: list[int] = []
-        for g, members in self._open.items():
-            chunk, used, more = self._chunk[g], 0, 0
-            for i in members:
-                level = self._level(rung, weight[i], chunk)
-                amount = min(high[i], max(low[i], level))
-                got[i] = amount
-                used += amount - low[i]
-                if amount < high[i] and amount < self._level(rung + 1, weight[i], chunk):
-                    last.append(i)
-                    more += chunk
+    def _last_step(self, step: int, got: list[int]) -> None:
+        """Hand out the chunks between `step` and the next one singly; close the groups where one does not fit."""
+        spare, asked = list(self._slack), [0] * len(self._slack)
+        last: dict[int, list[_Last]] = {}
+        low, high = self._low, self._high
+        for g, rungs in self._open.items():
+            used = more = 0
+            last[g] = []
+            for rung in rungs:
+                level = self._level(step, rung)
+                amounts = [min(high[i], max(low[i], level)) for i in rung.members]
+                above = self._level(step + 1, rung) > level
+                raised = [i for i in rung.members if low[i] <= level < high[i]] if above else []
+                last[g].append((rung, level, amounts, raised))
+                used += sum(amounts) - rung.floor
+                more += rung.step * len(raised)
             for u in self._bound[g]:
                 spare[u] -= used
-                asked[u] = asked.get(u, 0) + more
+                asked[u] += more
         critical = {g: [u for u in self._bound[g] if asked[u] > spare[u]] for g in self._open}
-        group = self._claims.group
-        single: list[int] = []
-        for i in last:
-            if critical[group[i]]:
-                single.append(i)
-            else:
-                got[i] += self._chunk[group[i]]
-        for g in self._hand_out(single, critical, spare, got):
-            self._close(g, got, got)
+        for g in self._hand_out(last, critical, spare):
+            taken = 0
+            for rung, _, amounts, raised in last[g]:
+                for i, amount in zip(rung.members, amounts, strict=True):
+                    got[i] = amount
+                for i in raised:
+                    got[i] += rung.step
+                taken += sum(amounts) - rung.floor + rung.step * len(raised)
+            for u in self._bound[g]:
+                self._slack[u] -= taken
+            del self._open[g]
 
-    def _hand_out(
-        self, single: list[int], critical: dict[int, list[int]], spare: list[int], got: list[int]
-    ) -> set[int]:
-        """One chunk for each of `single` in the order of their keys; returns the groups where one did not fit."""
-        group, weight, tie = self._claims.group, self._claims.weight, self._claims.tie
-        common = lcm(*{weight[i] for i in single})
-        single.sort(key=lambda i: ((got[i] + self._chunk[group[i]]) * (common // weight[i]), tie(i)))
-        closed: set[int] = set()
-        for i in single:
-            g = group[i]
+    def _hand_out(self, last: dict[int, list[_Last]], critical: dict[int, list[int]], spare: list[int]) -> list[int]:
+        """Leave in `last` only the chunks that fit, in the order of their keys; returns the groups that close."""
+        tie = self._claims.tie
+        contested = [each for g, rungs in last.items() if critical[g] for each in rungs if each[3]]
+        common = lcm(*{rung.weight for rung, *_ in contested})
+        queue = []
+        for rung, level, _, raised in contested:
+            key = (level + rung.step) * (common // rung.weight)
+            queue += [(key, *tie(i), i, rung.group, raised) for i in raised]
+            raised.clear()
+        queue.sort(key=lambda each: each[:3])
+        closed: dict[int, None] = {}
+        for _, _, _, i, g, raised in queue:
             if g in closed:
                 continue
-            chunk = self._chunk[g]
-            if all(spare[u] >= chunk for u in critical[g]):
-                got[i] += chunk
-                for u in critical[g]:
+            chunk, limits = self._claims.chunk[g], critical[g]
+            if all([spare[u] >= chunk for u in limits]):  # noqa: C419 - short lists: a generator costs more
+                raised.append(i)
+                for u in limits:
                     spare[u] -= chunk
             else:
-                closed.add(g)
-        return closed
+                closed[g] = None
+        return list(closed)

@@ -14,12 +14,20 @@ from ema_core.policy.draft import CLEAN, DIRTY, DROPPABLE, NEW, Draft
 from ema_core.policy.lendable import whole_chunks
 from ema_core.policy.victims import leave
 
+FEW = 4
+"""Over how many lenders bytes are spread where fewer would do: enough for their links, not so many that each demand
+of a lender hits every lease."""
+
 
 def spread(rooms: Sequence[int], want: int, chunk: int) -> list[int]:
     """How to take `want` bytes from `rooms` (all in whole chunks) so that what stays free is as even as can be."""
     order = sorted(range(len(rooms)), key=lambda k: -rooms[k])
+    few = FEW
+    while few < len(order) and sum([rooms[k] for k in order[:few]]) < want:
+        few += 1
+    order = order[:few]
     taken = [0] * len(rooms)
-    left = min(want, sum(rooms))
+    left = min(want, sum([rooms[k] for k in order]))
     for count, k in enumerate(order, start=1):
         # The `count` roomiest are level with each other; lower them together to the next one's room.
         below = rooms[order[count]] if count < len(order) else 0
@@ -57,9 +65,13 @@ def takers(draft: Draft) -> list[Taker]:
     """Everybody who is short of something it is entitled to, first in the queue first."""
     found = []
     share, gpu_share, on_gpus, on_host = draft.share, draft.gpu_share, draft.on_gpus, draft.on_host
-    for i, entitled in enumerate(share):
-        if entitled <= on_gpus[i] + on_host[i] and (gpu_share[i] <= on_gpus[i] or not on_host[i]):
-            continue
+    below = [
+        i
+        for i, (all_, seats, here, there) in enumerate(zip(share, gpu_share, on_gpus, on_host, strict=True))
+        if all_ > here + there or (there and seats > here)
+    ]
+    for i in below:
+        entitled = share[i]
         lease = draft.leases[i]
         pool = draft.pools[draft.pool_of[i]]
         assured = min(whole_chunks(lease.guaranteed, pool.chunk), gpu_share[i])
@@ -80,8 +92,20 @@ def takers(draft: Draft) -> list[Taker]:
 
 
 def satisfy(draft: Draft) -> None:
-    """Serve all takers as far as can be."""
-    queue = takers(draft)
+    """Serve all takers as far as can be.
+
+    Bytes that were spilled earlier in the plan and then found a better place leave room behind them: hence the rounds.
+    Each round that is followed by another brings somebody nearer to his entitlement and nobody under it.
+    """
+    while True:
+        queue = takers(draft)
+        if not queue or not _serve(draft, queue):
+            return
+
+
+def _serve(draft: Draft, queue: list[Taker]) -> bool:
+    """Whether anybody got anything."""
+    before = sum([taker.seats + taker.kept + taker.droppable for taker in queue])
     for taker in queue:
         _use_free(draft, taker)
     hungry = [taker for taker in queue if taker.seats]
@@ -92,6 +116,7 @@ def satisfy(draft: Draft) -> None:
                 _make_neighbours_move(draft, taker)
     for taker in queue:
         _use_host(draft, taker)
+    return sum([taker.seats + taker.kept + taker.droppable for taker in queue]) < before
 
 
 def _seat(draft: Draft, taker: Taker, k: int, size: int) -> None:
@@ -117,6 +142,8 @@ def _seat(draft: Draft, taker: Taker, k: int, size: int) -> None:
 
 def _use_free(draft: Draft, taker: Taker) -> None:
     p, chunk = draft.pool_of[taker.i], draft.pools[draft.pool_of[taker.i]].chunk
+    if not taker.seats or not draft.any_room(p):
+        return
     for lenders in draft.lenders(taker.i):
         if not taker.seats:
             return
@@ -127,12 +154,13 @@ def _use_free(draft: Draft, taker: Taker) -> None:
 
 
 def _take_from_others(draft: Draft, hungry: list[Taker]) -> None:
-    leases, host = draft.leases, draft.host
+    leases = draft.leases
     spare = [
         (leases[i].priority, draft.gpu_share[i] - draft.on_gpus[i], draft.last_used(i, k), leases[i].id, i, k)
-        for k in range(draft.span)
-        for i in draft.holders[k]
-        if draft.on_gpus[i] > draft.gpu_share[i] and k != host
+        for i, (has, share) in enumerate(zip(draft.on_gpus, draft.gpu_share, strict=True))
+        if has > share
+        for k, bytes_ in draft.book(i).items()
+        if k < draft.span and any(bytes_)
     ]
     spare.sort()
     if not spare:
@@ -200,7 +228,7 @@ def _make_neighbours_move(draft: Draft, taker: Taker) -> None:
         return
     for lenders in draft.lenders(taker.i):
         for k in lenders:
-            for i in sorted(draft.holders[k], key=lambda i: (draft.leases[i].priority, draft.leases[i].id)):
+            for i in sorted(draft.holders(k), key=lambda i: (draft.leases[i].priority, draft.leases[i].id)):
                 if not taker.seats:
                     return
                 if i != taker.i and draft.free(p, k) >= 0:
@@ -243,3 +271,7 @@ def _use_host(draft: Draft, taker: Taker) -> None:
         part = min(want, whole_chunks(room, chunk))
         if part:
             draft.shift(i, kind, part, NEW, host, Cause.PROMOTE)
+            if kind == DROPPABLE:
+                taker.droppable -= part
+            else:
+                taker.kept -= part

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import add
 
 from ema_core.plan import Plan, Waiting
 from ema_core.policy.claims import entitle
@@ -31,14 +32,15 @@ def plan(state: NodeState, pools: Sequence[PoolPolicy], now: float) -> Plan:
 
 def _queue(draft: Draft) -> tuple[Waiting, ...]:
     short = []
-    on_gpus, on_host = draft.on_gpus, draft.on_host
-    for i, lease in enumerate(draft.leases):
-        held = on_gpus[i] + on_host[i]
-        wanted = lease.kept + lease.droppable
-        if wanted > held and lease.limit > held:
-            chunk = draft.pools[draft.pool_of[i]].chunk
-            missing = min(wanted, lease.limit // chunk * chunk) - held
-            if missing > 0:
-                short.append((-lease.priority, lease.asked_at, lease.id, missing))
+    wants = map(add, draft.kept_wanted, draft.droppable_wanted)
+    held = map(add, draft.on_gpus, draft.on_host)
+    below = [
+        i for i, (want, has, most) in enumerate(zip(wants, held, draft.limits, strict=True)) if has < min(want, most)
+    ]
+    for i in below:
+        lease = draft.leases[i]
+        missing = min(lease.kept + lease.droppable, draft.limits[i]) - draft.held(i)
+        if missing > 0:
+            short.append((-lease.priority, lease.asked_at, lease.id, missing))
     short.sort()
     return tuple([Waiting(lease, missing, n) for n, (_, _, lease, missing) in enumerate(short)])

@@ -5,9 +5,11 @@ their borrower; else to host memory; else, if the borrower agreed to that, they 
 """
 
 from collections.abc import Iterable, Iterator
+from operator import add
 
 from ema_core.plan import Cause
 from ema_core.policy.draft import DROPPABLE, GONE, KINDS, Draft
+from ema_core.state import Lease
 
 
 def leave(draft: Draft, i: int, source: int, size: int, cause: Cause) -> int:
@@ -27,10 +29,10 @@ def leave(draft: Draft, i: int, source: int, size: int, cause: Cause) -> int:
 def _destinations(draft: Draft, i: int, kind: int, size: int, source: int) -> Iterator[tuple[int, int]]:
     p = draft.pool_of[i]
     pool = draft.pools[p]
-    if pool.spill_to_peer:
+    if size and pool.spill_to_peer and draft.any_room(p):
         for lenders in draft.lenders(i):
-            for k in sorted(lenders, key=lambda k: (-draft.room(p, k), k)):
-                part = min(size, draft.room(p, k)) if k != source else 0
+            for room, k in sorted([(-draft.room(p, k), k) for k in lenders if k != source]):
+                part = min(size, -room)
                 if part:
                     yield k, part
                     size -= part
@@ -86,7 +88,7 @@ def relieve(draft: Draft) -> None:
     for k in range(draft.span):
         refused = draft.refused[k]
         if refused is not None and draft.lent[k]:
-            reclaim(draft, k, draft.lent[k], draft.holders[k], refused)
+            reclaim(draft, k, draft.lent[k], draft.holders(k), refused)
     _lighten(draft)
     _clear_host(draft)
     _still_over(draft)
@@ -100,17 +102,17 @@ def _lighten(draft: Draft) -> None:
             continue
         short = draft.lent[k] - draft.keep[k]
         if short > 0:
-            reclaim(draft, k, short, draft.holders[k], Cause.HEADROOM)
+            reclaim(draft, k, short, draft.holders(k), Cause.HEADROOM)
         for p in pools:
             over = draft.pool_lent[p][k] - draft.pool_keep[p][k]
             if over > 0:
-                reclaim(draft, k, over, [i for i in draft.holders[k] if draft.pool_of[i] == p], Cause.LIMIT)
+                reclaim(draft, k, over, [i for i in draft.holders(k) if draft.pool_of[i] == p], Cause.LIMIT)
 
 
 def _clear_host(draft: Draft) -> None:
     """Host memory that is drained, or holds droppable bytes where kept ones need their refuge."""
     for p in range(len(draft.pools)):
-        among = [i for i in draft.holders[draft.host] if draft.pool_of[i] == p]
+        among = [i for i in draft.holders(draft.host) if draft.pool_of[i] == p]
         if draft.host_drains and among:
             reclaim(draft, draft.host, draft.pool_lent[p][draft.host], among, Cause.DRAIN)
         elif draft.host_droppable[p] < 0:
@@ -136,10 +138,8 @@ def _yield_host(draft: Draft, size: int, among: list[int]) -> None:
 
 def _shrink(draft: Draft) -> None:
     """A lease over its limit loses droppable bytes, slowest place first."""
-    for i, lease in enumerate(draft.leases):
+    for i, lease in _over_limit(draft):
         over = draft.held(i) - lease.limit
-        if over <= 0:
-            continue
         if not draft.pools[draft.pool_of[i]].spill_to_drop:
             continue
         for k in _slowest_first(draft, i):
@@ -152,14 +152,20 @@ def _shrink(draft: Draft) -> None:
 
 def _still_over(draft: Draft) -> None:
     """Kept bytes over a limit are nobody's to take: they are overdue where they ended, slowest place first."""
-    for i, lease in enumerate(draft.leases):
+    for i, lease in _over_limit(draft):
         over = draft.held(i) - lease.limit
-        if over > 0:
-            for k in _slowest_first(draft, i):
-                part = min(draft.chunks(i, over), sum(draft.book(i)[k]) - draft.overdue_at(i, k))
-                if over > 0 and part > 0:
-                    draft.give_up(i, k, part, Cause.SHRINK)
-                over -= part
+        for k in _slowest_first(draft, i):
+            part = min(draft.chunks(i, over), sum(draft.book(i)[k]) - draft.overdue_at(i, k))
+            if over > 0 and part > 0:
+                draft.give_up(i, k, part, Cause.SHRINK)
+            over -= part
+
+
+def _over_limit(draft: Draft) -> list[tuple[int, Lease]]:
+    held, limits = map(add, draft.on_gpus, draft.on_host), draft.limits
+    # The limit in whole chunks is a quick sieve; what counts is the limit itself.
+    suspects = [i for i, (has, most) in enumerate(zip(held, limits, strict=True)) if has > most]
+    return [(i, draft.leases[i]) for i in suspects if draft.held(i) > draft.leases[i].limit]
 
 
 def _slowest_first(draft: Draft, i: int) -> list[int]:
