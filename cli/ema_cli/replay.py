@@ -32,6 +32,7 @@ PREDICTED_FOR_STATIC = 0.82
 BURST = 8.0
 """Bursts last this many times a request's patience, or more: shorter ones are outwaited."""
 NEAR_PREDICTION = 0.95
+MOST_BURSTS = 3
 RUNS = ("static partition", "borrowing", "twice the memory")
 
 
@@ -48,7 +49,7 @@ class Setup:
     active: int
     """Instances that get requests at a time."""
     cycles: int | None
-    """Bursts of every instance; None: up to 3, if the trace is long enough."""
+    """Bursts of every instance; None: as `bursts` says."""
     rate: float | None
     """Load as a multiple of the trace's own; None: see `LOADS`."""
     patience: float
@@ -143,16 +144,23 @@ def replay(setup: Setup) -> Report:
 
 def deal(setup: Setup, rate: float) -> tuple[list[list[Request]], float]:
     """Requests by instance, and the duration in seconds."""
-    bursting = setup.requests[-1].arrival / rate * setup.active / setup.gpus
-    fitting = int(bursting / (BURST * setup.patience)) if setup.patience else 3
     return spread(
         setup.requests,
         instances=setup.gpus,
         active=setup.active,
-        cycles=setup.cycles or max(1, min(3, fitting)),
+        cycles=bursts(setup, rate),
         rate=rate,
         seed=setup.seed,
     )
+
+
+def bursts(setup: Setup, rate: float) -> int:
+    """How often every instance bursts."""
+    if setup.cycles is not None:
+        return setup.cycles
+    active_seconds = setup.requests[-1].arrival / rate * setup.active / setup.gpus
+    fitting = int(active_seconds / (BURST * setup.patience)) if setup.patience else MOST_BURSTS
+    return max(1, min(MOST_BURSTS, fitting))
 
 
 def default_rate(setup: Setup, workload: Workload, share: int) -> float:
@@ -197,7 +205,7 @@ def as_object(report: Report) -> dict[str, object]:
         "gpu": setup.gpu.name,
         "gpus": setup.gpus,
         "active": setup.active,
-        "cycles": setup.cycles,
+        "cycles": bursts(setup, report.rate),
         "link": setup.link,
         "rate": report.rate,
         "patience_seconds": setup.patience,
