@@ -188,16 +188,20 @@ class Stream(Protocol):
     def synchronize(self, timeout: float) -> bool:
         """Block, without spinning, until all that was queued before has run; False after `timeout` seconds.
 
-        Raises ContextLost or DeviceLost if an operation of this session failed.
+        Raises ContextLost if the session is lost. Raises DeviceLost, now and ever after, if an operation of this stream
+        met a lost device: what was queued behind it is dropped, other streams of the session go on.
         """
         ...
 
     def done(self) -> bool:
-        """Whether everything queued so far has run. Does not block."""
+        """Whether everything queued so far has run. Does not block. Raises like `synchronize`."""
         ...
 
     def close(self) -> None:
-        """Drop what is still queued and give the stream up. Twice is harmless."""
+        """Drop what is still queued and give the stream up: no operation of it touches memory any more.
+
+        Twice is harmless.
+        """
         ...
 
 

@@ -1,0 +1,98 @@
+"""Pages of words on the caller's side: plain shared memory, futexes, and a doorbell for the device process."""
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from ema_driver.errors import ContextLost, InvalidUse
+from ema_driver.sim import linux, wire
+from ema_driver.sim.channel import Channel
+from ema_driver.sim.wire import ARMED
+
+_RECHECK = 0.1
+"""Seconds after which a waiting thread looks again: not everybody who stores wakes."""
+
+
+class SimWords:
+    """A page of 32-bit words. Made by `SimDriver.words` and `SimDriver.adopt_words`."""
+
+    def __init__(self, channel: Channel, number: int, count: int, fd: int, doorbell: int) -> None:
+        """`fd` and `doorbell` become this object's."""
+        self.channel, self.number = channel, number
+        self._fd, self._count, self._doorbell = fd, count, doorbell
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._words = memoryview(self._map).cast("I")
+        self._open = True
+
+    @property
+    def count(self) -> int:
+        """How many words."""
+        return self._count
+
+    def check(self, index: int, value: int) -> None:
+        """Raise InvalidUse unless there is such a word and the value fits it."""
+        if not self._open:
+            raise InvalidUse("the page is closed")
+        if not 0 <= index < self._count:
+            raise InvalidUse(f"word {index}; the page has {self._count}")
+        if not 0 <= value < 2**32:
+            raise InvalidUse(f"value {value}; must fit 32 bits")
+
+    def load(self, index: int) -> int:
+        """The word's value now."""
+        self.check(index, 0)
+        return self._words[index]
+
+    def store(self, index: int, value: int) -> None:
+        """Write the word, fence, wake."""
+        self.check(index, value)
+        self._words[index] = value
+        linux.wake(self._base + 4 * index)
+        if self._words[ARMED]:
+            self._ring()
+
+    def fill(self, indices: Sequence[int], value: int) -> None:
+        """`store` to many words; the device process is woken once."""
+        for index in indices:
+            self.check(index, value)
+        for index in indices:
+            self._words[index] = value
+        for index in indices:
+            linux.wake(self._base + 4 * index)
+        if self._words[ARMED]:
+            self._ring()
+
+    def _ring(self) -> None:
+        with suppress(BlockingIOError):  # it has rung 2**64 times and nobody came: it will ring on
+            os.eventfd_write(self._doorbell, 1)
+
+    def wait(self, index: int, value: int, timeout: float) -> bool:
+        """Block until the word equals `value`; False after `timeout` seconds."""
+        self.check(index, value)
+        address = self._base + 4 * index
+        end = time.monotonic() + timeout
+        while (now := self._words[index]) != value:
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            linux.sleep_on(address, now, min(left, _RECHECK))
+        return True
+
+    def fileno(self) -> int:
+        """The page's descriptor. It stays this object's."""
+        return self._fd
+
+    def close(self) -> None:
+        """Give the page up."""
+        if self._open:
+            self._open = False
+            with suppress(ContextLost):  # the page went with the session
+                self.channel.tell(wire.encode(wire.ClosePage(self.number)))
+            self._words.release()
+            self._map.close()
+            os.close(self._fd)
+            os.close(self._doorbell)

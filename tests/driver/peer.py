@@ -1,0 +1,148 @@
+"""Another process in the contract suite: `peer.py ROLE FD ADDRESS`, commands over the socket FD."""
+
+import mmap
+import random
+import socket
+import sys
+import time
+
+from ema_driver.protocol import Address, Copy, MemoryDriver, Wait, Words, Write
+from ema_driver.sim import SimDriver
+
+EMPTY, FULL = 0, 1
+BLOCK = 8
+
+
+def pattern(chunk: int, version: int, size: int) -> bytes:
+    """What chunk number `chunk` holds in its `version`-th content."""
+    return (chunk.to_bytes(4, "little") + version.to_bytes(4, "little")) * (size // BLOCK)
+
+
+class Link:
+    """The socket to the test."""
+
+    def __init__(self, fd: int) -> None:
+        self._link = socket.socket(fileno=fd)
+
+    def tell(self, text: str, *fds: int) -> None:
+        socket.send_fds(self._link, [text.encode()], list(fds))
+
+    def hear(self) -> tuple[str, list[int]]:
+        body, fds, _, _ = socket.recv_fds(self._link, 4096, 8, socket.MSG_CMSG_CLOEXEC)
+        if not body:
+            sys.exit(0)
+        return body.decode(), fds
+
+
+def hold(link: Link, _: str) -> None:
+    """Keep received descriptors open until told to end."""
+    while link.hear()[0] != "end":
+        link.tell("held")
+
+
+def create(link: Link, address: str) -> None:
+    """Create memory with a pattern on the first GPU, hand its descriptor over, and live on."""
+    driver = SimDriver.connect(address)
+    size = int(link.hear()[0])
+    handle = driver.create(driver.devices()[0].id, size)
+    at = driver.reserve(size)
+    driver.map([(at, handle)])
+    driver.write(at, pattern(7, 1, size))
+    link.tell("created", driver.export(handle))
+    link.hear()
+
+
+def store(link: Link, _: str) -> None:
+    """Store words into a received page, with nothing but a mapping: no bell, no wake-up."""
+    text, (fd,) = link.hear()
+    index, value = (int(part) for part in text.split())
+    page = mmap.mmap(fd, 4096)
+    link.tell("ready")
+    link.hear()
+    page[index * 4 : index * 4 + 4] = value.to_bytes(4, "little")
+    link.tell("stored")
+    link.hear()
+
+
+def queue(link: Link, address: str) -> None:
+    """Queue a copy behind a word of a received page, then do nothing."""
+    text, (page_fd, memory_fd) = link.hear()
+    size = int(text)
+    driver = SimDriver.connect(address)
+    page = driver.adopt_words(page_fd, 16)
+    handle = driver.adopt(memory_fd, size)
+    at, own = driver.reserve(size), driver.reserve(size)
+    gpu = driver.devices()[0].id
+    driver.map([(at, handle), (own, driver.create(gpu, size))])
+    driver.write(own, pattern(3, 1, size))
+    stream = driver.stream(gpu)
+    stream.enqueue([Wait(page, 0, 1), Copy(at, own, size), Write(page, 1, 1)])
+    stream.done()
+    link.tell("queued")
+    link.hear()
+
+
+class Borrower:
+    """Serves slots: checks what was fetched, and stores new versions of chunks."""
+
+    def __init__(self, driver: MemoryDriver, page: Words, chunks: int, seed: int) -> None:
+        self.driver, self.page, self.random = driver, page, random.Random(seed)
+        self.acked = dict.fromkeys(range(chunks), 0)
+        self.issued = dict.fromkeys(range(chunks), 0)
+        self._stores = 0
+
+    def dawdle(self) -> None:
+        """Mostly prompt, sometimes late, now and then silent for long."""
+        time.sleep(self.random.choice((0, 0, 0, 20e-6, 200e-6, 1e-3, 0.05 if self.random.random() < 0.1 else 0)))
+
+    def store(self, at: Address, size: int, slot: int) -> None:
+        """The store program visits chunks in turn: the last one has arrived, hand the next one over."""
+        if self._stores:
+            last = (self._stores - 1) % len(self.acked)
+            self.acked[last] = self.issued[last]
+        chunk = self._stores % len(self.acked)
+        self.issued[chunk] += 1
+        self.driver.write(at, pattern(chunk, self.issued[chunk], size))
+        self._stores += 1
+        self.page.store(slot, FULL)
+
+
+def borrow(link: Link, _: str) -> None:
+    """The borrower of the gate test. Words: 0..K-1 fetch slots, K the store slot; one slot of memory for each."""
+    text, (session_fd, page_fd, memory_fd) = link.hear()
+    chunks, slots, size, seed = (int(part) for part in text.split())
+    driver = SimDriver.from_fd(session_fd)
+    page = driver.adopt_words(page_fd, slots + 1)
+    at = driver.reserve(size * (slots + 1))
+    driver.map([(at, driver.adopt(memory_fd, size * (slots + 1)))])
+    me = Borrower(driver, page, chunks, seed)
+    least = dict.fromkeys(range(slots), 0)
+    link.tell("ready")
+    while True:
+        fetched = stored = 0
+        for position in range(chunks):
+            slot = position % slots
+            if not page.wait(slot, FULL, 30):
+                link.tell(f"wrong: fetch slot {slot} not served")
+                return
+            seen = driver.read(at + slot * size, size)
+            version = int.from_bytes(seen[4:8], "little")
+            if seen != pattern(position, version, size) or not least[slot] <= version <= me.issued[position]:
+                head = seen[:8].hex()
+                link.tell(f"wrong: chunk {position} has {head}, version {least[slot]}..{me.issued[position]} expected")
+                return
+            me.dawdle()
+            # From here on the fetch of position + slots may begin: it must not show less than what is acknowledged now.
+            least[slot] = me.acked[(position + slots) % chunks]
+            page.store(slot, EMPTY)
+            fetched += 1
+            if page.load(slots) == EMPTY:
+                me.store(Address(at + slots * size), size, slots)
+                stored += 1
+        link.tell(f"step {fetched} {stored}")
+
+
+ROLES = {"hold": hold, "create": create, "store": store, "queue": queue, "borrow": borrow}
+
+if __name__ == "__main__":
+    ROLES[sys.argv[1]](Link(int(sys.argv[2])), sys.argv[3])

@@ -1,0 +1,204 @@
+"""Physical memory: create, map, hand over, give back; free bytes count what anybody still holds."""
+
+import os
+import signal
+
+import pytest
+
+from driver.conftest import MIB, Backend, peer
+from driver.gates import window
+from driver.peer import pattern
+from ema_core.ids import HOST, GpuId
+from ema_driver.errors import InvalidUse, OutOfMemory
+from ema_driver.protocol import Address, Copy, MemoryDriver
+
+
+def free(driver: MemoryDriver, gpu: GpuId) -> int:
+    return driver.memory()[gpu].free
+
+
+def test_every_gpu_and_the_host_report_amounts_that_add_up(driver: MemoryDriver, gpus: list[GpuId]) -> None:
+    memory = driver.memory()
+    assert set(memory) == {*gpus, HOST}
+    for info in memory.values():
+        assert info.free + info.used + info.reserved == info.total
+
+
+def test_new_memory_is_zero_and_takes_free_bytes_until_unmapped_and_released(
+    driver: MemoryDriver, gpus: list[GpuId]
+) -> None:
+    before = free(driver, gpus[0])
+    address, handle = window(driver, gpus[0], MIB)
+    assert driver.read(address, MIB) == bytes(MIB)
+    assert (handle.place, handle.size) == (gpus[0], MIB)
+    assert free(driver, gpus[0]) == before - MIB
+    driver.release([handle])
+    assert free(driver, gpus[0]) == before - MIB, "a mapping holds the memory"
+    driver.unmap([address])
+    assert free(driver, gpus[0]) == before
+    driver.unreserve([address])
+
+
+def test_one_memory_mapped_at_two_addresses_shows_the_same_bytes(driver: MemoryDriver, gpus: list[GpuId]) -> None:
+    first, handle = window(driver, gpus[0], MIB)
+    second = driver.reserve(2 * MIB)
+    driver.map([(Address(second + MIB), handle)])
+    driver.write(first + 5, b"bytes")
+    assert driver.read(second + MIB + 5, 5) == b"bytes"
+
+
+def test_reads_and_writes_run_over_adjacent_mappings(driver: MemoryDriver, gpus: list[GpuId]) -> None:
+    at = driver.reserve(2 * MIB)
+    driver.map([(at, driver.create(gpus[0], MIB)), (Address(at + MIB), driver.create(HOST, MIB))])
+    driver.write(at + MIB - 3, b"abcdef")
+    assert driver.read(at + MIB - 3, 6) == b"abcdef"
+    to, _ = window(driver, gpus[0], MIB)
+    stream = driver.stream(gpus[0])
+    stream.enqueue([Copy(to + 1, at + MIB - 3, 6)])
+    assert stream.synchronize(5)
+    assert driver.read(to, 8) == b"\0abcdef\0"
+
+
+def test_out_of_memory_says_what_is_free_and_takes_nothing(driver: MemoryDriver, gpus: list[GpuId]) -> None:
+    before = free(driver, gpus[0])
+    room = before - before % driver.granularity(gpus[0])
+    with pytest.raises(OutOfMemory) as error:
+        driver.create(gpus[0], room + driver.granularity(gpus[0]))
+    assert (error.value.place, error.value.free) == (gpus[0], before)
+    assert free(driver, gpus[0]) == before
+    driver.release([driver.create(gpus[0], room)])
+
+
+@pytest.mark.parametrize("size", [0, -1, 1, 4097])
+def test_sizes_that_are_no_multiple_of_the_granularity_are_refused(
+    driver: MemoryDriver, gpus: list[GpuId], size: int
+) -> None:
+    with pytest.raises(InvalidUse, match=str(size)):
+        driver.create(gpus[0], size)
+    with pytest.raises(InvalidUse, match=str(size)):
+        driver.reserve(size)
+
+
+def test_batches_do_all_or_nothing(driver: MemoryDriver, gpus: list[GpuId]) -> None:
+    at = driver.reserve(2 * MIB)
+    first, second = driver.create(gpus[0], MIB), driver.create(gpus[0], MIB)
+    with pytest.raises(InvalidUse):
+        driver.map([(at, first), (at, second)])
+    driver.map([(at, first), (Address(at + MIB), second)])
+    with pytest.raises(InvalidUse):
+        driver.unmap([at, Address(at + 4096)])
+    with pytest.raises(InvalidUse):
+        driver.unmap([at, at])
+    assert driver.read(at, 2 * MIB) == bytes(2 * MIB)
+    with pytest.raises(InvalidUse):
+        driver.release([first, first])
+    driver.release([first])
+    with pytest.raises(InvalidUse):
+        driver.release([second, first])
+    with pytest.raises(InvalidUse):
+        driver.unreserve([at])
+    driver.unmap([at, Address(at + MIB)])
+    driver.map([(at, second)])
+
+
+def test_a_released_or_foreign_handle_cannot_be_used(backend: Backend, driver: MemoryDriver, gpus: list[GpuId]) -> None:
+    at = driver.reserve(MIB)
+    handle = driver.create(gpus[0], MIB)
+    with backend.connect() as other, pytest.raises(InvalidUse):
+        other.export(handle)
+    driver.release([handle])
+    for use in (lambda: driver.map([(at, handle)]), lambda: driver.export(handle), lambda: driver.release([handle])):
+        with pytest.raises(InvalidUse):
+            use()
+
+
+def test_hundreds_of_mappings_at_once(driver: MemoryDriver, gpus: list[GpuId]) -> None:
+    size = driver.granularity(gpus[0])
+    handles = [driver.create(gpus[0], size) for _ in range(256)]
+    at = driver.reserve(size * 256)
+    addresses = [Address(at + i * size) for i in range(256)]
+    driver.map(list(zip(addresses, handles, strict=True)))
+    driver.write(at + 200 * size, b"here")
+    assert driver.read(at + 200 * size, 4) == b"here"
+    driver.unmap(addresses)
+    driver.release(handles)
+
+
+def test_memory_of_a_killed_process_lives_on_in_a_descriptor(
+    backend: Backend, driver: MemoryDriver, gpus: list[GpuId]
+) -> None:
+    before = free(driver, gpus[0])
+    with peer("create", backend.address) as creator:
+        creator.tell(str(MIB))
+        _, (fd,) = creator.hear()
+        creator.send(signal.SIGKILL)
+        creator.process.wait()
+    assert free(driver, gpus[0]) == before - MIB
+    handle = driver.adopt(fd, MIB)
+    assert (handle.place, handle.size) == (gpus[0], MIB)
+    at = driver.reserve(MIB)
+    driver.map([(at, handle)])
+    assert driver.read(at, MIB) == pattern(7, 1, MIB)
+    driver.unmap([at])
+    driver.release([handle])
+    assert free(driver, gpus[0]) == before - MIB, "the descriptor still holds it"
+    with peer("hold", backend.address) as holder:
+        holder.tell("hold", fd)
+        holder.hear()
+        os.close(fd)
+        assert free(driver, gpus[0]) == before - MIB, "another process holds it"
+        holder.send(signal.SIGKILL)
+        holder.process.wait()
+        assert free(driver, gpus[0]) == before
+
+
+def test_what_only_a_dead_process_held_makes_room_for_a_creation(
+    backend: Backend, driver: MemoryDriver, gpus: list[GpuId]
+) -> None:
+    room = free(driver, gpus[0])
+    handle = driver.create(gpus[0], room)
+    fd = driver.export(handle)
+    with peer("hold", backend.address) as holder:
+        holder.tell("hold", fd)
+        holder.hear()
+        os.close(fd)
+        driver.release([handle])
+        with pytest.raises(OutOfMemory):
+            driver.create(gpus[0], MIB)
+        holder.send(signal.SIGKILL)
+        holder.process.wait()
+        driver.release([driver.create(gpus[0], room)])
+
+
+def test_adopt_refuses_what_is_no_memory_of_this_driver(driver: MemoryDriver, gpus: list[GpuId]) -> None:
+    page = driver.words(16)
+    plain = os.memfd_create("plain", os.MFD_CLOEXEC)
+    os.ftruncate(plain, MIB)
+    read, write = os.pipe()
+    own = driver.export(driver.create(gpus[0], MIB))
+    try:
+        for fd in (plain, read, page.fileno()):
+            with pytest.raises(InvalidUse, match="adopt"):
+                driver.adopt(fd, MIB)
+        for size in (0, MIB - 4096, 2 * MIB):
+            with pytest.raises(InvalidUse, match=str(size)):
+                driver.adopt(own, size)
+        with pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(own, 0)
+        assert not os.get_inheritable(own)
+    finally:
+        for fd in (plain, read, write, own):
+            os.close(fd)
+        page.close()
+
+
+def test_closing_a_session_gives_everything_back(backend: Backend, driver: MemoryDriver, gpus: list[GpuId]) -> None:
+    before = driver.memory()
+    with backend.connect() as other:
+        window(other, gpus[0], MIB)
+        other.release([window(other, HOST, MIB)[1]])
+        other.words(4)
+        other.stream(gpus[0])
+        assert driver.memory() != before
+    other.close()
+    assert driver.memory() == before
