@@ -24,10 +24,15 @@ from ema_core.errors import InvalidInput
 from ema_core.quantity import parse_duration
 from ema_core.resolve import GpuFacts, implausible, resolve
 
-LOAD = 1.4
-"""Default load of an active instance, in terms of what it serves with a static share."""
+LOADS = (1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0)
+"""Loads of an active instance, in terms of what it serves with a static share, of which the default one is chosen."""
 MOST_SERVED_BY_STATIC = 0.85
+PREDICTED_FOR_STATIC = 0.82
+"""The default load is the first for which the bound predicts that a static partition serves no larger part."""
+BURST = 8.0
+"""Bursts last this many times a request's patience, or more: shorter ones are outwaited."""
 NEAR_PREDICTION = 0.95
+MOST_BURSTS = 3
 RUNS = ("static partition", "borrowing", "twice the memory")
 
 
@@ -43,10 +48,10 @@ class Setup:
     gpus: int
     active: int
     """Instances that get requests at a time."""
-    cycles: int
-    """Bursts of every instance."""
+    cycles: int | None
+    """Bursts of every instance; None: as `bursts` says."""
     rate: float | None
-    """Load as a multiple of the trace's own; None: `LOAD`."""
+    """Load as a multiple of the trace's own; None: see `LOADS`."""
     patience: float
     """Seconds."""
     seed: int
@@ -60,9 +65,10 @@ class Report:
     rate: float
     share: int
     """Bytes for keys and values on each GPU."""
-    outcomes: tuple[Outcome, Outcome, Outcome]
-    predicted: tuple[int, int, int]
-    """Requests served."""
+    outcomes: tuple[Outcome, ...]
+    """By run, as in `RUNS`."""
+    predicted: tuple[int, ...]
+    """Requests served, by run."""
 
     @property
     def shortfalls(self) -> list[str]:
@@ -92,14 +98,7 @@ def replay(setup: Setup) -> Report:
         )
     workload = Workload.of(setup.requests, setup.model, setup.gpu)
     rate = setup.rate or default_rate(setup, workload, share)
-    dealt, duration = spread(
-        setup.requests,
-        instances=setup.gpus,
-        active=setup.active,
-        cycles=setup.cycles,
-        rate=rate,
-        seed=setup.seed,
-    )
+    dealt, duration = deal(setup, rate)
     pod_limit = setup.pool.spec.borrowing.max_per_pod
     limit = pod_limit if pod_limit is not None else sum(policy.max_per_gpu.values())
 
@@ -134,16 +133,48 @@ def replay(setup: Setup) -> Report:
         limit=limit,
     )
 
-    def served(split: Split) -> int:
-        return predict(workload, dealt, duration, setup.patience, split)
+    def served(outcome: Outcome, split: Split) -> int:
+        refused = set(outcome.too_large)
+        fitting = [[request for request in requests if request.id not in refused] for requests in dealt]
+        return predict(workload, fitting, duration, setup.patience, split)
 
-    return Report(setup, rate, share, outcomes, (served(alone(share)), served(lent), served(alone(double))))
+    predicted = tuple(map(served, outcomes, (alone(share), lent, alone(double))))
+    return Report(setup, rate, share, outcomes, predicted)
+
+
+def deal(setup: Setup, rate: float) -> tuple[list[list[Request]], float]:
+    """Requests by instance, and the duration in seconds."""
+    return spread(
+        setup.requests,
+        instances=setup.gpus,
+        active=setup.active,
+        cycles=bursts(setup, rate),
+        rate=rate,
+        seed=setup.seed,
+    )
+
+
+def bursts(setup: Setup, rate: float) -> int:
+    """How often every instance bursts."""
+    if setup.cycles is not None:
+        return setup.cycles
+    active_seconds = setup.requests[-1].arrival / rate * setup.active / setup.gpus
+    fitting = int(active_seconds / (BURST * setup.patience)) if setup.patience else MOST_BURSTS
+    return max(1, min(MOST_BURSTS, fitting))
 
 
 def default_rate(setup: Setup, workload: Workload, share: int) -> float:
-    """The rate at which an active instance is offered `LOAD` times what it serves with a static share."""
+    """A rate at which a static partition falls short, and borrowing has something to show."""
     own = len(setup.requests) / max(setup.requests[-1].arrival, 1e-9) / setup.active
-    return round(LOAD * workload.capacity(setup.requests, share) / own, 3)
+    capacity = workload.capacity(setup.requests, share)
+    rate = 0.0
+    for load in LOADS:
+        rate = float(f"{load * capacity / own:.3g}")
+        dealt, duration = deal(setup, rate)
+        served = predict(workload, dealt, duration, setup.patience, alone(share))
+        if served <= PREDICTED_FOR_STATIC * len(setup.requests):
+            break
+    return rate
 
 
 def read_pool(path: Path) -> MemoryPool:
@@ -174,7 +205,7 @@ def as_object(report: Report) -> dict[str, object]:
         "gpu": setup.gpu.name,
         "gpus": setup.gpus,
         "active": setup.active,
-        "cycles": setup.cycles,
+        "cycles": bursts(setup, report.rate),
         "link": setup.link,
         "rate": report.rate,
         "patience_seconds": setup.patience,
@@ -202,7 +233,7 @@ def _run_object(outcome: Outcome, predicted: int) -> dict[str, object]:
         "served": outcome.served,
         "predicted_served": predicted,
         "gave_up": outcome.gave_up,
-        "refused": outcome.refused,
+        "refused": len(outcome.too_large),
         "unfinished": outcome.unfinished,
         "wait_p50_seconds": quantile(outcome.waits, 0.5),
         "wait_p99_seconds": quantile(outcome.waits, 0.99),
@@ -228,8 +259,7 @@ def table(report: Report) -> Table:
     result = Table(
         title=f"{len(setup.requests)} requests, {setup.model.name} on {setup.gpus} x {setup.gpu.name} over "
         f"{setup.link}, rate {report.rate:g}",
-        caption=f"{report.share / 2**30:.1f} GiB a GPU for keys and values; a request that has not begun after "
-        f"{setup.patience:g} s leaves",
+        caption=f"{report.share / 2**30:.1f} GiB a GPU for keys and values; requests leave after {setup.patience:g} s",
     )
     result.add_column("")
     for name in RUNS:
@@ -241,26 +271,26 @@ def table(report: Report) -> Table:
     outcomes = report.outcomes
     row("requests served", *(f"{o.served} ({o.served / o.offered:.1%})" for o in outcomes))
     row("  the bound predicts", *(str(predicted) for predicted in report.predicted))
-    row("left waiting in vain", *(str(o.gave_up) for o in outcomes))
-    row("too large", *(str(o.refused) for o in outcomes))
-    row("waiting p50 / p99 (s)", *(f"{quantile(o.waits, 0.5):.2f} / {quantile(o.waits, 0.99):.1f}" for o in outcomes))
+    row("left before they began", *(str(o.gave_up) for o in outcomes))
+    row("too large", *(str(len(o.too_large)) for o in outcomes))
+    row("waiting p50/p99 (s)", *(f"{quantile(o.waits, 0.5):.2f} / {quantile(o.waits, 0.99):.1f}" for o in outcomes))
     row(
-        "latency p50 / p99 (s)",
+        "latency p50/p99 (s)",
         *(f"{quantile(o.latencies, 0.5):.1f} / {quantile(o.latencies, 0.99):.1f}" for o in outcomes),
     )
     row("tokens/s", *(f"{o.tokens / o.duration:.0f}" for o in outcomes))
     row("preemptions", *(str(o.preemptions) for o in outcomes))
     row("fetched (TB)", *(f"{o.fetched / 1e12:.1f}" for o in outcomes))
-    row("moved by the policy (GB)", *(f"{o.traffic.moved / 1e9:.1f}" for o in outcomes))
+    row("moved, policy (GB)", *(f"{o.traffic.moved / 1e9:.1f}" for o in outcomes))
     row("reclaims", *(str(len(o.traffic.reclaims)) for o in outcomes))
     row(
-        "reclaim p50 / p99 (ms)",
+        "reclaim p50/p99 (ms)",
         *(
             f"{quantile(o.traffic.reclaims, 0.5) * 1e3:.1f} / {quantile(o.traffic.reclaims, 0.99) * 1e3:.1f}"
             for o in outcomes
         ),
     )
-    row("exposed wait, of step time", *(f"{o.exposed / o.busy if o.busy else 0:.2%}" for o in outcomes))
+    row("exposed wait", *(f"{o.exposed / o.busy if o.busy else 0:.2%}" for o in outcomes))
     return result
 
 
@@ -317,7 +347,7 @@ def replay_command(  # noqa: PLR0917 (typer takes options as parameters)
     link: Annotated[str, typer.Option(help="nvlink or pcie, between GPUs.")] = "nvlink",
     gpus: Annotated[int, typer.Option(min=1, max=64, help="GPUs, with one instance each.")] = 8,
     active: Annotated[int | None, typer.Option(min=1, help="Instances with requests at a time; a quarter.")] = None,
-    cycles: Annotated[int, typer.Option(min=1, max=1000, help="Bursts of every instance.")] = 3,
+    cycles: Annotated[int | None, typer.Option(min=1, max=1000, help="Bursts of every instance; up to 3.")] = None,
     rate: Annotated[float | None, typer.Option(help="Load, as a multiple of the trace's own.")] = None,
     patience: Annotated[str, typer.Option(help="How long a request waits to begin before it leaves.")] = "30s",
     seed: Annotated[int, typer.Option(help="Deals requests to instances.")] = 0,

@@ -30,6 +30,8 @@ class Workload:
     """Bytes that a request of the batch occupies."""
     filled: float
     """Part of them that is filled on average, 0 to 1."""
+    prompt: float
+    """Tokens, of an average request."""
 
     @classmethod
     def of(cls, requests: Sequence[Request], model: Model, gpu: GpuSpec) -> "Workload":
@@ -37,12 +39,18 @@ class Workload:
         steps = sum(request.generated for request in requests)
         reserved = sum(request.generated * (request.prompt + request.generated) for request in requests)
         filled = sum(request.generated * (request.prompt + request.generated / 2) for request in requests)
-        return cls(model, gpu, model.kv_per_token * reserved / steps, filled / reserved)
+        prompt = sum(request.prompt for request in requests) / len(requests)
+        return cls(model, gpu, model.kv_per_token * reserved / steps, filled / reserved, prompt)
 
     def step(self, memory: float) -> float:
         """Seconds of a step whose batch fills `memory` bytes."""
         batch = max(1, int(memory / self.size))
         return local_step(self.model, self.gpu, kv=memory * self.filled, batch=batch)
+
+    def stay(self, request: Request, memory: float) -> float:
+        """Seconds from begin to end in a batch that fills `memory`: its steps, and one prompt for each in the batch."""
+        prompts = memory / self.size * prefill(self.model, self.gpu, 1) * self.prompt
+        return prompts + request.generated * self.step(memory)
 
     def cost(self, request: Request, memory: float) -> float:
         """Seconds of an instance with `memory` bytes that one request takes."""
@@ -133,7 +141,7 @@ class _Queue:
             self._go()
             self.held += request.prompt + request.generated
             full = min(memory, self.held * workload.model.kv_per_token)
-            done = end + request.generated * workload.step(full)
+            done = end + workload.stay(request, full)
             heapq.heappush(self.ends, (done, request.prompt + request.generated))
             served += done <= duration
         self.credit = 0.0  # room that nobody waits for is not saved up

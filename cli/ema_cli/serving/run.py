@@ -44,7 +44,8 @@ class Outcome:
     busy: float = 0.0
     """Time in macro-steps, over all instances."""
     gave_up: int = 0
-    refused: int = 0
+    too_large: list[int] = field(default_factory=list)
+    """Requests, by id, that no instance could hold."""
     unfinished: int = 0
     """Waiting or running at the end."""
     traffic: Traffic = field(default_factory=Traffic)
@@ -144,5 +145,5 @@ class Run:
             outcome.waits += [instance.patience] * len(instance.left)
             outcome.waits += [outcome.duration - request.arrival for request in instance.queue]
             outcome.gave_up += len(instance.left)
-            outcome.refused += len(instance.refused)
-        outcome.unfinished = outcome.offered - outcome.served - outcome.gave_up - outcome.refused
+            outcome.too_large += [request.id for request in instance.refused]
+        outcome.unfinished = outcome.offered - outcome.served - outcome.gave_up - len(outcome.too_large)
