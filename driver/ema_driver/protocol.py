@@ -309,5 +309,5 @@ class CpuVisible(Protocol):
     """A driver whose memory the CPU can map: simulated GPUs, where the client's CPU plays the kernels."""
 
     def view(self, address: int, size: int) -> memoryview:
-        """The bytes mapped at an address now, writable, in this process. Drop the view before the memory is unmapped."""
+        """The bytes mapped at an address now, writable, in this process. Drop it before the memory is unmapped."""
         ...
