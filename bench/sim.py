@@ -3,6 +3,7 @@
 `python bench/sim.py [--no-save]`
 """
 
+import ctypes
 import json
 import os
 import platform
@@ -131,6 +132,33 @@ def calls(server: SimServer) -> dict[str, float]:
     return {name: round(sorted(values)[len(values) // 2], 3) for name, values in times.items()}
 
 
+def memcpy(server: SimServer) -> dict[str, float]:
+    """Large copies without link delays, in shares of what this process copies between the same memory."""
+    result = {}
+    with SimDriver.connect(server.socket) as driver:
+        gpus = [device.id for device in driver.devices()]
+        for size in (MIB, 16 * MIB, 64 * MIB):
+            of, to = mapped(driver, gpus[1], size), mapped(driver, gpus[0], size)
+            views = [driver.view(of, size), driver.view(to, size)]
+            source, target = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in views)
+            stream = driver.stream(gpus[0])
+            count = 512 * MIB // size
+            shares = []
+            for _ in range(3):
+                stream.enqueue([Copy(to, of, size)] * 2)
+                assert stream.synchronize(20)
+                began = time.perf_counter()
+                stream.enqueue([Copy(to, of, size)] * count)
+                assert stream.synchronize(60)
+                simulated = time.perf_counter() - began
+                began = time.perf_counter()
+                for _ in range(count):
+                    ctypes.memmove(target, source, size)
+                shares.append((time.perf_counter() - began) / simulated)
+            result[f"{size // MIB}MiB"] = round(sorted(shares)[1], 3)
+    return result
+
+
 def waiting(server: SimServer, folder: Path) -> dict[str, float]:
     """What 41 blocked streams cost, and how long a stream that answers a word takes."""
     with SimDriver.connect(server.socket) as driver:
@@ -169,6 +197,7 @@ def main() -> None:
         fast = start(SimConfig(gpus=gpus, granularity=4096, link_delays=False), Path(first))
         results["launches"] = launches(fast, Path(first))
         results["waiting"] = waiting(fast, Path(first))
+        results["share_of_memcpy"] = memcpy(fast)
         results["calls_ms"] = calls(fast)
         fast.stop()
         paced = SimConfig(gpus=gpus, granularity=MIB, nvlink_rate=3_000_000_000, pcie_rate=1_000_000_000)

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from ema_core.ids import Place
 from ema_driver.errors import InvalidUse, OutOfMemory
 from ema_driver.sim import linux
+from ema_driver.sim.server.loop import Loop
 
 
 class Allocation:
@@ -68,7 +69,8 @@ class Allocation:
 class Accounts:
     """Capacity and use of every place."""
 
-    def __init__(self, capacity: Mapping[Place, int]) -> None:
+    def __init__(self, capacity: Mapping[Place, int], loop: Loop) -> None:
+        self._loop = loop
         self.capacity = dict(capacity)
         """Bytes that can be created at each place: all but what the driver reserves."""
         self.used = dict.fromkeys(capacity, 0)
@@ -79,9 +81,9 @@ class Accounts:
         self._by_inode: dict[int, Allocation] = {}
         self._loose: set[Allocation] = set()
         """Nobody here has a handle or mapping: free as soon as nobody outside holds it."""
-        self._dead: SimpleQueue[Allocation | None] = SimpleQueue()
-        self._undertaker = threading.Thread(target=self._bury, name="frees", daemon=True)
-        self._undertaker.start()
+        self._freed: list[Allocation] = []
+        self._dead: SimpleQueue[list[Allocation]] = SimpleQueue()
+        threading.Thread(target=self._bury, name="frees", daemon=True).start()
 
     def create(self, place: Place, size: int) -> Allocation:
         """Take memory. Raises OutOfMemory."""
@@ -132,7 +134,9 @@ class Accounts:
         del self._by_inode[allocation.inode]
         if not allocation.lost:
             self.used[allocation.place] -= allocation.size
-        self._dead.put(allocation)
+        if not self._freed:
+            self._loop.ready.append(self._hand_over)  # after the reply: the thread would get in its way
+        self._freed.append(allocation)
 
     def collect(self) -> None:
         """Look again at what only others may still hold."""
@@ -146,13 +150,13 @@ class Accounts:
                 allocation.lost = True
                 self.used[place] -= allocation.size
 
-    def close(self) -> None:
-        """Wait until all memory that is free is given back to the machine."""
-        self._dead.put(None)
-        self._undertaker.join()
+    def _hand_over(self) -> None:
+        self._dead.put(self._freed)
+        self._freed = []
 
     def _bury(self) -> None:
         # Giving a gigabyte back takes the kernel tens of milliseconds, and the loop must not wait for it.
-        while (allocation := self._dead.get()) is not None:
-            linux.unmap(allocation.base, allocation.size)
-            os.close(allocation.fd)
+        while True:
+            for allocation in self._dead.get():
+                linux.unmap(allocation.base, allocation.size)
+                os.close(allocation.fd)

@@ -13,7 +13,11 @@ from ema_driver.sim.server.loop import Loop, now
 from ema_driver.sim.server.space import Mapped
 
 _INLINE = 64 << 10
-"""Pieces up to this many bytes are copied by the loop itself."""
+"""Pieces of paced lanes up to this many bytes are copied by the loop itself."""
+_FAST = 8.0
+"""Bytes per nanosecond from which on this machine sets the pace. Handing a piece to a worker and back then costs more
+than it brings, so the loop copies up to `_FAST_COPY` bytes itself, `_FAST_PIECE` at a time."""
+_FAST_PIECE, _FAST_COPY, _FAST_MAX = 512 << 10, 16 << 20, 64 << 20
 _SLICE_NS = 2_000_000
 """A long copy is cut into pieces of about this much lane time, so that copies of several streams alternate."""
 _PIECE_MIN, _PIECE_MAX = 64 << 10, 16 << 20
@@ -101,18 +105,17 @@ class Lane:
 
     def _begin(self, job: Job) -> None:
         segment = job.segments[0]
-        size = segment.left
-        moment = now()
-        begin = max(self._free_at, job.ready_at, moment - _CREDIT_NS)
-        if self._bytes_per_ns:
-            pace = self._bytes_per_ns / self.factor
-            size = min(size, max(_PIECE_MIN, min(int(pace * _SLICE_NS), _PIECE_MAX)))
-            self._free_at = begin + int(size / pace) + (0 if job.begun else self._latency)
+        begin = max(self._free_at, job.ready_at, now() - _CREDIT_NS)
+        pace = self._bytes_per_ns / self.factor
+        if not pace or pace > _FAST:
+            inline = segment.left <= _FAST_COPY
+            size = min(segment.left, _FAST_PIECE if inline else _FAST_MAX)
         else:
-            size = min(size, _PIECE_MAX)
-            self._free_at = begin
+            size = min(segment.left, max(_PIECE_MIN, min(int(pace * _SLICE_NS), _PIECE_MAX)))
+            inline = size <= _INLINE
+        self._free_at = begin + (int(size / pace) if pace else 0) + (0 if job.begun else self._latency)
         job.begun = True
-        if size <= _INLINE:
+        if inline:
             self._move(segment, size)
             self._moved(job, size, now())
             return
@@ -169,6 +172,8 @@ class Lane:
             job.finished(job, self._free_at)
         elif job.segments[0].lane is self:
             self._queue.append(job)
+            self._loop.ready.append(self._next)  # others get their turn between pieces
+            return
         else:
             job.segments[0].lane.submit(job)
         self._next()

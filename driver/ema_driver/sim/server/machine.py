@@ -48,7 +48,7 @@ class Machine:
             random.Random(config.seed).shuffle(order)  # noqa: S311  (no secret)
         self._order = [self.ids[number] for number in order]
         capacity: dict[Place, int] = {gpu: group.memory - group.reserved for gpu, group in self._groups.items()}
-        self.accounts = Accounts(capacity | {HOST: config.host_memory})
+        self.accounts = Accounts(capacity | {HOST: config.host_memory}, loop)
         self._links = self._claimed_links()
         self._lanes = {(link.source, link.target): self._lane(link) for link in self._links}
         self.tenants: set[Tenant] = set()

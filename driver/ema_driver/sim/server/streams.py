@@ -17,6 +17,8 @@ Compiled = tuple[int, Any, int, int, Page | None]
 Program = tuple[Compiled, ...]
 _TURN = 64
 """Operations that a stream may run before others get their turn."""
+_LONG_COPY = 64 << 10
+"""Bytes; a longer copy ends the turn."""
 QUEUE_LIMIT = 65_536
 """Programs."""
 
@@ -127,6 +129,8 @@ class Stream:
                 self._begin_copy(first, second, third)
                 if self.job is not None or self.error is not None:
                     return
+                if third > _LONG_COPY:
+                    break
             elif kind == WAIT:
                 if first[second] != third:
                     self._waits = (page, second)
