@@ -241,6 +241,13 @@ class _Tier:
             queue += [(key, tie(i), i, n) for i in raised]
             raised.clear()
         queue.sort()
+        limits = {u for rung, *_ in contested for u in critical[rung.group]}
+        if len(limits) == 1 and len({rung.step for rung, *_ in contested}) == 1:
+            # One capacity, one size: the first so many get theirs.
+            fit = spare[limits.pop()] // contested[0][0].step
+            for _, _, i, n in queue[:fit]:
+                contested[n][3].append(i)
+            return list({contested[n][0].group: None for *_, n in queue[fit:]})
         closed: dict[int, None] = {}
         for _, _, i, n in queue:
             rung, _, _, raised = contested[n]
