@@ -68,6 +68,8 @@ def reclaim(draft: Draft, k: int, size: int, among: Iterable[int], cause: Cause)
 
 
 def _leave(draft: Draft, i: int, k: int, size: int, cause: Cause) -> int:
+    if size <= 0:
+        return 0
     here = sum(draft.book(i).get(k, ())) - draft.overdue_at(i, k)
     size = min(draft.chunks(i, size), here)
     return leave(draft, i, k, size, cause) if size > 0 else 0
@@ -75,8 +77,10 @@ def _leave(draft: Draft, i: int, k: int, size: int, cause: Cause) -> int:
 
 def _strand(draft: Draft, i: int, k: int, size: int, cause: Cause) -> int:
     """Book up to `size` bytes as overdue; returns how many."""
+    if size <= 0:
+        return 0
     here = sum(draft.book(i).get(k, ())) - draft.overdue_at(i, k)
-    size = min(draft.chunks(i, size), here) if size > 0 else 0
+    size = min(draft.chunks(i, size), here)
     if size > 0:
         draft.give_up(i, k, size, cause)
     return max(0, size)
