@@ -67,6 +67,10 @@ class Node:
         """Bytes of this GPU that others hold."""
         return self._lent[self._ids[index]]
 
+    def granted(self, index: int) -> int:
+        """Bytes that the instance on this GPU holds elsewhere."""
+        return self._leases[self._ids[index]].held_total
+
     def memory(self, index: int, now: float) -> Memory:
         """What the instance on this GPU has now."""
         leaving = self._leaving[index]
@@ -89,7 +93,7 @@ class Node:
         return self._leaving[index][0][0] if self._leaving[index] else None
 
     def want(self, index: int, demand: Demand, now: float) -> bool:
-        """Tell what the instance could use; bytes it can use no more go back. Whether the policy changed anything."""
+        """Tell what the instance could use; bytes it can use no more go back. Whether others may have got any."""
         chunk = self._pool.chunk
         gpu = self._ids[index]
         lease = self._leases[gpu]
@@ -104,8 +108,8 @@ class Node:
         self._count_lent()
         # What is given back matters to the policy only while somebody waits for it.
         if gives_back and not any(other.held_total < other.kept for other in self._leases.values()):
-            return False
-        return self._replan(now)
+            return True
+        return self._replan(now) or gives_back
 
     @staticmethod
     def _shrunk(lease: Lease, kept: int) -> Iterator[tuple[Place, Holding]]:

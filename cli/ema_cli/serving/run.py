@@ -22,7 +22,9 @@ class Sample:
     """Keys and values in its own share."""
     lent: int
     borrowed: int
-    """Elsewhere."""
+    """Keys and values elsewhere."""
+    granted: int
+    """Held elsewhere, used or not."""
 
 
 @dataclass(slots=True)
@@ -131,7 +133,12 @@ class Run:
             (
                 moment,
                 tuple(
-                    Sample(instance.used_local, node.lent(index) if node else 0, instance.used_borrowed)
+                    Sample(
+                        instance.used_local,
+                        node.lent(index) if node else 0,
+                        instance.used_borrowed,
+                        node.granted(index) if node else 0,
+                    )
                     for index, instance in enumerate(self._instances)
                 ),
             )
