@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from ema_cli.picture import Layer, Panel, Picture, svg
+from ema_cli.serving.outcome import Outcome
 from ema_cli.serving.replay import RUNS, Report, bursts
-from ema_cli.serving.run import Outcome
 
 
 def quantile(values: Sequence[float], part: float) -> float:

@@ -88,7 +88,7 @@ def read_sim(path: Path) -> SimConfig:
         document = yaml.safe_load(path.read_text("utf-8"))
     except OSError as error:
         raise InvalidInput.of("--sim", str(path), f"a readable file ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: bad UTF-8, dates, numbers
         raise InvalidInput.of(str(path), str(error), "a YAML document") from error
     return load_sim(document)
 

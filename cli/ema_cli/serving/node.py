@@ -1,25 +1,15 @@
 """A node in virtual time: the policy decides, here its decisions happen at once and their copies take their time."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
+from ema_cli.serving.outcome import Traffic
 from ema_cli.serving.presets import GpuSpec, Model
 from ema_cli.serving.step import Demand, Memory, Path
 from ema_core.ids import HOST, GpuId, LeaseId, Place
 from ema_core.plan import Cause, Move, Plan
 from ema_core.policy import apply, plan
 from ema_core.state import Gpu, Holding, Lease, NodeState, PoolPolicy
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What the policy's decisions moved."""
-
-    moved: int = 0
-    """Bytes."""
-    reclaims: list[float] = field(default_factory=list)
-    """Seconds, one for every time a lender took memory back."""
-    plans: int = 0
 
 
 def gpu_id(index: int) -> GpuId:
@@ -156,7 +146,9 @@ class Node:
             if move.source != HOST:
                 # Bytes leave one lender one after the other; other lenders' copies run beside them.
                 taken[move.source] = taken.get(move.source, 0.0) + seconds
-                self._leaving[self._ids.index(GpuId(move.source))].append((now + taken[move.source], move.size))
+                leaving = self._leaving[self._ids.index(GpuId(move.source))]
+                leaving.append((now + taken[move.source], move.size))
+                leaving.sort()
         reclaimed = {move.source for move in decided.moves if move.cause is Cause.HEADROOM}
         self.traffic.reclaims += [taken[place] for place in sorted(reclaimed)]
 

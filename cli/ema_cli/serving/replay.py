@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from ema_cli.serving.instance import Instance
 from ema_cli.serving.node import Node, gpu_id
+from ema_cli.serving.outcome import Outcome
 from ema_cli.serving.prediction import Split, Workload, alone, lending, predict
 from ema_cli.serving.presets import GpuSpec, Model, kv_share
-from ema_cli.serving.run import Outcome, Run
+from ema_cli.serving.run import Run
 from ema_cli.serving.spread import spread
 from ema_cli.serving.trace import Request
 from ema_core.api import MemoryPool
