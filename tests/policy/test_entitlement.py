@@ -6,11 +6,11 @@ from fractions import Fraction
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy.nodes import gid, gpus, lease, mesh, node, pool, worlds
 
 from ema_core.ids import HOST
 from ema_core.policy import lendable, plan
 from ema_core.state import Lease, NodeState, PoolPolicy
+from policy.nodes import gid, gpus, lease, mesh, node, pool, worlds
 
 
 def fits(state: NodeState, pools: Sequence[PoolPolicy], amounts: dict[str, int]) -> bool:
@@ -51,7 +51,7 @@ def fits(state: NodeState, pools: Sequence[PoolPolicy], amounts: dict[str, int])
 
 
 def oracle(state: NodeState, pools: Sequence[PoolPolicy]) -> dict[str, int]:
-    """Byte by byte: guaranteed amounts, then the rest; higher priorities first; the smallest (has + 1) / weight next."""
+    """Byte by byte: guaranteed amounts, then the rest; high priorities first; the smallest (has + 1) / weight next."""
     has: dict[str, int] = {str(each.id): 0 for each in state.leases}
 
     def fill(tier: list[Lease], top: dict[str, int]) -> None:

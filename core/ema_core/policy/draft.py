@@ -5,6 +5,7 @@ longer has. Bytes that are shifted twice are booked as one way from where they w
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -114,7 +115,9 @@ class Draft:
             rows.append(figures if figures is not None and figures[0] == chunk else lease.count(chunk))
         columns: list[list[Any]] = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(15)]
         self.kept_wanted, self.droppable_wanted, self.limits, self.assured = columns[1:5]
-        self.kept_held, self.droppable_held, self.on_gpus, self.on_host = columns[5:9]
+        self.kept_held, self.droppable_held = columns[5:7]
+        self.on_gpus: list[int] = columns[7]
+        self.on_host: list[int] = columns[8]
         self.weight, self.priority, self.gpu = columns[11:14]
         spots, names = columns[10], columns[14]
         by_name = {pool.name: p for p, pool in enumerate(self.pools)}
@@ -145,25 +148,23 @@ class Draft:
         lent = dict.fromkeys(self.places, 0)
         if len(self.pools) > 1:
             spots = [each for each, name in zip(spots, names, strict=True) if name == pool]
-        for each in spots:
-            for place, size in each:
-                try:
-                    lent[place] += size
-                except KeyError:
-                    lent[place] = size
+        for place, size in chain.from_iterable(spots):
+            try:
+                lent[place] += size
+            except KeyError:
+                lent[place] = size
         return lent
 
     def _barred(self, spots: list[Spots]) -> list[tuple[int, int]]:
         """Leases with bytes where no verified path reaches them, and the place."""
         index, host = self.index, self.host
         vanished = len(self.places) > host + 1
+        # Mostly everybody reaches everything but himself: then there is only one place to look at.
+        simple = {gpu for gpu, row in self.rates.items() if row.count(0) == 1 and gpu in index and not row[index[gpu]]}
+        if not vanished and simple.issuperset(self.gpu):
+            return [(i, index[gpu]) for i, gpu in enumerate(self.gpu) if gpu in self.leases[i].held]
         found = []
-        for i, (gpu, row, each) in enumerate(zip(self.gpu, self.rate_of, spots, strict=True)):
-            # Mostly everybody reaches everything but himself: then there is only one place to look at.
-            if not vanished and row.count(0) == 1 and gpu in index and not row[index[gpu]]:
-                if gpu in self.leases[i].held:
-                    found.append((i, index[gpu]))
-                continue
+        for i, (row, each) in enumerate(zip(self.rate_of, spots, strict=True)):
             for place, _ in each:
                 k = index[place]
                 if k > host or not row[k]:
@@ -184,8 +185,7 @@ class Draft:
 
     def held(self, i: int) -> int:
         """Bytes of lease `i` everywhere, as planned so far."""
-        on_gpus: int = self.on_gpus[i]
-        return on_gpus + self.on_host[i]
+        return self.on_gpus[i] + self.on_host[i]
 
     def holders(self, k: int) -> list[int]:
         """Leases with bytes at place `k`, as planned so far or before."""

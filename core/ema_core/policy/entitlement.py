@@ -54,16 +54,9 @@ def shares(claims: Claims, low: Sequence[int], high: Sequence[int], shared: Sequ
     """
     groups = len(claims.chunk)
     lows, highs = [0] * groups, [0] * groups
-    tiers: list[list[_Rung]] = []
-    for cells in claims.tiers.values():
-        rungs = []
-        for g, weight, members in cells:
-            floor, ceiling = sum([low[i] for i in members]), sum([high[i] for i in members])
-            lows[g] += floor
-            highs[g] += ceiling
-            if floor < ceiling:
-                rungs.append(_Rung(g, weight, claims.chunk[g], members, floor, ceiling))
-        tiers.append(rungs)
+    for g, lo, hi in zip(claims.group, low, high, strict=True):
+        lows[g] += lo
+        highs[g] += hi
     scarce = [(cap, inside) for cap, inside in shared if sum([highs[g] for g in inside]) > cap]
     if not scarce:
         return list(high)
@@ -73,11 +66,11 @@ def shares(claims: Claims, low: Sequence[int], high: Sequence[int], shared: Sequ
     for u, (_, inside) in enumerate(scarce):
         for g in inside:
             bound[g].append(u)
-    for rungs in tiers:
+    for cells in claims.tiers.values():
         tier = _Tier(claims, low, high, bound=bound, slack=slack)
-        for rung in rungs:
-            if bound[rung.group]:
-                tier.enter(rung, got)
+        for g, weight, members in cells:
+            if bound[g]:
+                tier.enter(g, weight, members, got)
         tier.fill(got)
     return got
 
@@ -128,15 +121,16 @@ class _Tier:
         # One step raises the heaviest claim of the smallest chunk by one chunk, and no claim by more than one.
         self._heaviest = self._grain = 1
 
-    def enter(self, rung: _Rung, got: list[int]) -> None:
+    def enter(self, group: int, weight: int, members: list[int], got: list[int]) -> None:
         """Let claims take part; they have `low` where their group has no room left."""
-        if min([self._slack[u] for u in self._bound[rung.group]]) < rung.step:
-            for i in rung.members:
-                got[i] = self._low[i]
-        elif rung.group in self._open:
-            self._open[rung.group].append(rung)
-        else:
-            self._open[rung.group] = [rung]
+        low, high, chunk = self._low, self._high, self._claims.chunk[group]
+        if min([self._slack[u] for u in self._bound[group]]) < chunk:
+            for i in members:
+                got[i] = low[i]
+            return
+        floor, ceiling = sum([low[i] for i in members]), sum([high[i] for i in members])
+        if floor < ceiling:
+            self._open.setdefault(group, []).append(_Rung(group, weight, chunk, members, floor, ceiling))
 
     def fill(self, got: list[int]) -> None:
         """Write the tier's amounts into `got` and take them off the slack."""
@@ -211,7 +205,10 @@ class _Tier:
             last[g] = []
             for rung in rungs:
                 level = self._level(step, rung)
-                amounts = [min(high[i], max(low[i], level)) for i in rung.members]
+                amounts = [
+                    level if low[i] <= level <= high[i] else high[i] if high[i] < level else low[i]
+                    for i in rung.members
+                ]
                 above = self._level(step + 1, rung) > level
                 raised = [i for i in rung.members if low[i] <= level < high[i]] if above else []
                 last[g].append((rung, level, amounts, raised))
@@ -239,20 +236,31 @@ class _Tier:
         contested = [each for g, rungs in last.items() if critical[g] for each in rungs if each[3]]
         common = lcm(*{rung.weight for rung, *_ in contested})
         queue = []
-        for rung, level, _, raised in contested:
+        for n, (rung, level, _, raised) in enumerate(contested):
             key = (level + rung.step) * (common // rung.weight)
-            queue += [(key, *tie(i), i, rung.group, raised) for i in raised]
+            queue += [(key, tie(i), i, n) for i in raised]
             raised.clear()
-        queue.sort(key=lambda each: each[:3])
+        queue.sort()
+        limits = {u for rung, *_ in contested for u in critical[rung.group]}
+        if len(limits) == 1 and len({rung.step for rung, *_ in contested}) == 1:
+            # One capacity, one size: the first so many get theirs.
+            fit = spare[limits.pop()] // contested[0][0].step
+            for _, _, i, n in queue[:fit]:
+                contested[n][3].append(i)
+            return list({contested[n][0].group: None for *_, n in queue[fit:]})
         closed: dict[int, None] = {}
-        for _, _, _, i, g, raised in queue:
+        for _, _, i, n in queue:
+            rung, _, _, raised = contested[n]
+            g = rung.group
             if g in closed:
                 continue
-            chunk, limits = self._claims.chunk[g], critical[g]
-            if all([spare[u] >= chunk for u in limits]):  # noqa: C419 - short lists: a generator costs more
+            room = min([spare[u] for u in critical[g]])
+            if room >= rung.step:
                 raised.append(i)
-                for u in limits:
-                    spare[u] -= chunk
+                for u in critical[g]:
+                    spare[u] -= rung.step
             else:
                 closed[g] = None
+                if len(closed) == len(critical):
+                    break
         return list(closed)

@@ -32,15 +32,13 @@ def plan(state: NodeState, pools: Sequence[PoolPolicy], now: float) -> Plan:
 
 def _queue(draft: Draft) -> tuple[Waiting, ...]:
     short = []
-    wants = map(add, draft.kept_wanted, draft.droppable_wanted)
-    held = map(add, draft.on_gpus, draft.on_host)
-    below = [
-        i for i, (want, has, most) in enumerate(zip(wants, held, draft.limits, strict=True)) if has < min(want, most)
-    ]
-    for i in below:
-        lease = draft.leases[i]
-        missing = min(lease.kept + lease.droppable, draft.limits[i]) - draft.held(i)
-        if missing > 0:
-            short.append((-lease.priority, lease.asked_at, lease.id, missing))
+    wants = list(map(add, draft.kept_wanted, draft.droppable_wanted))
+    held = list(map(add, draft.on_gpus, draft.on_host))
+    for i, most in enumerate(map(min, wants, draft.limits)):
+        if held[i] < most:
+            lease = draft.leases[i]
+            missing = min(lease.kept + lease.droppable, most) - held[i]
+            if missing > 0:
+                short.append((-lease.priority, lease.asked_at, lease.id, missing))
     short.sort()
     return tuple([Waiting(lease, missing, n) for n, (_, _, lease, missing) in enumerate(short)])

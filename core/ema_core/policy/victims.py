@@ -60,31 +60,38 @@ def reclaim(draft: Draft, k: int, size: int, among: Iterable[int], cause: Cause)
     for priority in sorted({draft.leases[i].priority for i in order}):
         tier = [i for i in order if draft.leases[i].priority == priority]
         for i in tier:
-            if size <= 0:
-                return
-            size -= _force(draft, i, k, min(size, max(0, above[i])), cause)
+            size -= _leave(draft, i, k, min(size, max(0, above[i])), cause)
         for i in tier:
-            if size <= 0:
-                return
-            size -= _force(draft, i, k, size, cause)
+            size -= _leave(draft, i, k, size, cause)
+    for i in order:
+        size -= _strand(draft, i, k, size, cause)
 
 
-def _force(draft: Draft, i: int, k: int, size: int, cause: Cause) -> int:
-    here = sum(draft.book(i).get(k, ())) - draft.overdue_at(i, k)
-    size = min(draft.chunks(i, size), here)
+def _leave(draft: Draft, i: int, k: int, size: int, cause: Cause) -> int:
     if size <= 0:
         return 0
-    gone = leave(draft, i, k, size, cause)
-    if gone < size:
-        draft.give_up(i, k, size - gone, cause)
-    return gone
+    here = sum(draft.book(i).get(k, ())) - draft.overdue_at(i, k)
+    size = min(draft.chunks(i, size), here)
+    return leave(draft, i, k, size, cause) if size > 0 else 0
+
+
+def _strand(draft: Draft, i: int, k: int, size: int, cause: Cause) -> int:
+    """Book up to `size` bytes as overdue; returns how many."""
+    if size <= 0:
+        return 0
+    here = sum(draft.book(i).get(k, ())) - draft.overdue_at(i, k)
+    size = min(draft.chunks(i, size), here)
+    if size > 0:
+        draft.give_up(i, k, size, cause)
+    return max(0, size)
 
 
 def relieve(draft: Draft) -> None:
     """All that must leave, whoever asks: over a limit, over a barred path, off a GPU that lends no more or too much."""
     _shrink(draft)
     for i, k in sorted(draft.barred):
-        _force(draft, i, k, sum(draft.book(i)[k]), Cause.HEALTH)
+        _leave(draft, i, k, sum(draft.book(i)[k]), Cause.HEALTH)
+        _strand(draft, i, k, sum(draft.book(i)[k]), Cause.HEALTH)
     for k in range(draft.span):
         refused = draft.refused[k]
         if refused is not None and draft.lent[k]:
@@ -106,7 +113,9 @@ def _lighten(draft: Draft) -> None:
         for p in pools:
             over = draft.pool_lent[p][k] - draft.pool_keep[p][k]
             if over > 0:
-                reclaim(draft, k, over, [i for i in draft.holders(k) if draft.pool_of[i] == p], Cause.LIMIT)
+                among = [i for i in draft.holders(k) if draft.pool_of[i] == p]
+                over -= sum([draft.overdue_at(i, k) for i in among])
+                reclaim(draft, k, over, among, Cause.LIMIT)
 
 
 def _clear_host(draft: Draft) -> None:
@@ -155,10 +164,7 @@ def _still_over(draft: Draft) -> None:
     for i, lease in _over_limit(draft):
         over = draft.held(i) - lease.limit
         for k in _slowest_first(draft, i):
-            part = min(draft.chunks(i, over), sum(draft.book(i)[k]) - draft.overdue_at(i, k))
-            if over > 0 and part > 0:
-                draft.give_up(i, k, part, Cause.SHRINK)
-            over -= part
+            over -= _strand(draft, i, k, over, Cause.SHRINK)
 
 
 def _over_limit(draft: Draft) -> list[tuple[int, Lease]]:
