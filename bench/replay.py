@@ -14,8 +14,10 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ema_cli.replay import Setup, as_object, read_pool, replay
+from ema_cli.pool_file import read_pool
+from ema_cli.replay_report import as_object
 from ema_cli.serving.presets import GPUS, MODELS
+from ema_cli.serving.replay import Setup, replay
 from ema_cli.serving.trace import read_trace
 
 ROOT = Path(__file__).parents[1]

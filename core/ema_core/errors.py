@@ -16,7 +16,10 @@ class FieldError:
     """What would be right, as the rest of a sentence that starts with "expected"."""
 
     def __str__(self) -> str:
-        shown = repr(self.value)
+        try:
+            shown = repr(self.value)
+        except ValueError:  # Python refuses to write out integers of thousands of digits, which YAML's 0x can give
+            shown = f"{type(self.value).__name__} that is too long to be shown"
         if len(shown) > 80:  # a whole document pasted into one field must not flood the terminal
             shown = shown[:77] + "..."
         return f"{self.field}: got {shown}; expected {self.expected}"

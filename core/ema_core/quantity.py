@@ -50,6 +50,8 @@ def parse_quantity(text: object, field: str) -> int:
     refusal = InvalidInput.of(field, text, _BYTES)
     if isinstance(text, bool) or not isinstance(text, str | int | float):
         raise refusal
+    if isinstance(text, int) and abs(text) > MAX_BYTES:
+        raise InvalidInput.of(field, text, f"at most {MAX_BYTES} bytes (just under 8Ei)")
     written = str(text)
     match = _QUANTITY.fullmatch(written) if len(written) <= _MAX_TEXT else None
     if match is None:

@@ -1,8 +1,11 @@
 """MemoryPool: what is accepted, what is refused, what is warned about."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ema_core.api import Escalation, LinkKind, MemoryPool, SpillTarget, load_pools
 from ema_core.errors import InvalidInput
@@ -187,3 +190,39 @@ def test_spill_targets_reach_the_policy() -> None:
     policy = resolve(pool(reclaim={"spillTo": ["Drop"], "hostMemory": MAX_BYTES}), {})
     assert (policy.spill_to_peer, policy.spill_to_host, policy.spill_to_drop) == (False, False, True)
     assert policy.host_spill == 0
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3),
+    max_leaves=5,
+)
+PLACES = [
+    (),
+    ("metadata",),
+    ("spec",),
+    ("spec", "gpus"),
+    ("spec", "lending"),
+    ("spec", "borrowing"),
+    ("spec", "reclaim"),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(PLACES), st.data())
+def test_any_value_anywhere_is_accepted_or_refused_by_field(place: tuple[str, ...], data: st.DataObject) -> None:
+    whole = document(gpus={}, lending={}, borrowing={}, reclaim={})
+    target = whole
+    for name in place:
+        target = target[name]
+    names = ["name", "chunkSize", "maxPerGPU", "headroom", "quotas", "spillTo", "deadline", "links", "spec", "lending"]
+    target[data.draw(st.sampled_from(names))] = data.draw(plain)
+    with suppress(InvalidInput):
+        assert load_pools([whole])
+
+
+def test_an_integer_too_long_to_be_written_out_is_refused_all_the_same() -> None:
+    huge = 1 << 20_000
+    found = refusals(document(chunkSize=huge, nodeSelector=[huge], reclaim={"deadline": huge}))
+    assert set(found) == {"spec.chunkSize", "spec.nodeSelector", "spec.reclaim.deadline"}
+    assert all("too long to be shown" in message for message in found.values())

@@ -47,6 +47,11 @@ class Instance:
     """A model on a GPU. `share` is the memory for keys and values that is its own, in bytes.
 
     `link` is the rate at which memory could be borrowed, 0 for never; `limit` the most that it may borrow, in bytes.
+
+    The caller's loop, at the end of every macro-step and whenever the instance stands still and something changed:
+    `arrive`, `demand` (and have it granted or not), `step`. Between a step's start and its end the instance already
+    is what it will be at the end; `demand` is meant for ends. What `step` is given as borrowed memory must be at least
+    `used_borrowed`: bytes that are kept change their place, they are not lost.
     """
 
     def __init__(

@@ -1,25 +1,15 @@
 """A node in virtual time: the policy decides, here its decisions happen at once and their copies take their time."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
+from ema_cli.serving.outcome import Traffic
 from ema_cli.serving.presets import GpuSpec, Model
 from ema_cli.serving.step import Demand, Memory, Path
 from ema_core.ids import HOST, GpuId, LeaseId, Place
 from ema_core.plan import Cause, Move, Plan
 from ema_core.policy import apply, plan
 from ema_core.state import Gpu, Holding, Lease, NodeState, PoolPolicy
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What the policy's decisions moved."""
-
-    moved: int = 0
-    """Bytes."""
-    reclaims: list[float] = field(default_factory=list)
-    """Seconds, one for every time a lender took memory back."""
-    plans: int = 0
 
 
 def gpu_id(index: int) -> GpuId:
@@ -67,6 +57,10 @@ class Node:
         """Bytes of this GPU that others hold."""
         return self._lent[self._ids[index]]
 
+    def granted(self, index: int) -> int:
+        """Bytes that the instance on this GPU holds elsewhere."""
+        return self._leases[self._ids[index]].held_total
+
     def memory(self, index: int, now: float) -> Memory:
         """What the instance on this GPU has now."""
         leaving = self._leaving[index]
@@ -89,7 +83,7 @@ class Node:
         return self._leaving[index][0][0] if self._leaving[index] else None
 
     def want(self, index: int, demand: Demand, now: float) -> bool:
-        """Tell what the instance could use; bytes it can use no more go back. Whether the policy changed anything."""
+        """Tell what the instance could use; bytes it can use no more go back. Whether others may have got any."""
         chunk = self._pool.chunk
         gpu = self._ids[index]
         lease = self._leases[gpu]
@@ -104,8 +98,8 @@ class Node:
         self._count_lent()
         # What is given back matters to the policy only while somebody waits for it.
         if gives_back and not any(other.held_total < other.kept for other in self._leases.values()):
-            return False
-        return self._replan(now)
+            return True
+        return self._replan(now) or gives_back
 
     @staticmethod
     def _shrunk(lease: Lease, kept: int) -> Iterator[tuple[Place, Holding]]:
@@ -152,7 +146,9 @@ class Node:
             if move.source != HOST:
                 # Bytes leave one lender one after the other; other lenders' copies run beside them.
                 taken[move.source] = taken.get(move.source, 0.0) + seconds
-                self._leaving[self._ids.index(GpuId(move.source))].append((now + taken[move.source], move.size))
+                leaving = self._leaving[self._ids.index(GpuId(move.source))]
+                leaving.append((now + taken[move.source], move.size))
+                leaving.sort()
         reclaimed = {move.source for move in decided.moves if move.cause is Cause.HEADROOM}
         self.traffic.reclaims += [taken[place] for place in sorted(reclaimed)]
 

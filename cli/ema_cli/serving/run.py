@@ -2,54 +2,16 @@
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from math import inf
 
 from ema_cli.serving.instance import Instance
-from ema_cli.serving.node import Node, Traffic
+from ema_cli.serving.node import Node
+from ema_cli.serving.outcome import Outcome, Sample
 from ema_cli.serving.step import Memory
 from ema_cli.serving.trace import Request
 
 SAMPLES = 240
 """Moments at which the memory of every GPU is noted for the picture."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Memory of one GPU at one moment, in bytes."""
-
-    local: int
-    """Keys and values in its own share."""
-    lent: int
-    borrowed: int
-    """Elsewhere."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What came of a run. Times are seconds."""
-
-    offered: int
-    duration: float
-    served: int = 0
-    waits: list[float] = field(default_factory=list)
-    """From arrival to begin; requests that never began count with the time they waited."""
-    latencies: list[float] = field(default_factory=list)
-    """From arrival to the last token, of requests that were served."""
-    tokens: int = 0
-    preemptions: int = 0
-    fetched: int = 0
-    stored: int = 0
-    exposed: float = 0.0
-    busy: float = 0.0
-    """Time in macro-steps, over all instances."""
-    gave_up: int = 0
-    too_large: list[int] = field(default_factory=list)
-    """Requests, by id, that no instance could hold."""
-    unfinished: int = 0
-    """Waiting or running at the end."""
-    traffic: Traffic = field(default_factory=Traffic)
-    samples: list[tuple[float, tuple[Sample, ...]]] = field(default_factory=list)
 
 
 class Run:
@@ -82,7 +44,9 @@ class Run:
                 self._turn(index, now)
         for late in range(sample, SAMPLES + 1):
             self._note(late * duration / SAMPLES)
-        self._settle()
+        for instance, requests, came in zip(self._instances, self._dealt, self._came, strict=True):
+            instance.arrive(requests[came:])
+        self.outcome.close(self._instances)
         return self.outcome
 
     def _turn(self, index: int, now: float) -> None:
@@ -100,20 +64,9 @@ class Run:
             ready = self._node.local_ready(index) if self._node is not None else None
             heapq.heappush(self._due, (min(wake, ready or inf), index))
             return
-        outcome = self.outcome
-        outcome.waits += [now - active.request.arrival for active in step.admitted]
-        outcome.preemptions += len(step.parked)
-        heapq.heappush(self._due, (step.end, index))
+        self.outcome.add(step)
         self._free_at[index] = step.end
-        if step.end > outcome.duration:
-            return  # cut off by the end: its tokens do not count
-        outcome.tokens += step.tokens
-        outcome.fetched += step.fetched
-        outcome.stored += step.stored
-        outcome.exposed += step.exposed
-        outcome.busy += step.end - step.start
-        outcome.served += len(step.finished)
-        outcome.latencies += [step.end - active.request.arrival for active in step.finished]
+        heapq.heappush(self._due, (step.end, index))
 
     def _memory(self, index: int, now: float) -> Memory:
         if self._node is None:
@@ -131,19 +84,13 @@ class Run:
             (
                 moment,
                 tuple(
-                    Sample(instance.used_local, node.lent(index) if node else 0, instance.used_borrowed)
+                    Sample(
+                        instance.used_local,
+                        node.lent(index) if node else 0,
+                        instance.used_borrowed,
+                        node.granted(index) if node else 0,
+                    )
                     for index, instance in enumerate(self._instances)
                 ),
             )
         )
-
-    def _settle(self) -> None:
-        outcome = self.outcome
-        for index, instance in enumerate(self._instances):
-            instance.arrive(self._dealt[index][self._came[index] :])
-            instance.leave(outcome.duration)
-            outcome.waits += [instance.patience] * len(instance.left)
-            outcome.waits += [outcome.duration - request.arrival for request in instance.queue]
-            outcome.gave_up += len(instance.left)
-            outcome.too_large += [request.id for request in instance.refused]
-        outcome.unfinished = outcome.offered - outcome.served - outcome.gave_up - len(outcome.too_large)

@@ -98,8 +98,8 @@ def _jsonl(first: str, lines: Iterator[str], name: str) -> Iterator[tuple[int, f
         where = f"{name} line {line}"
         try:
             row = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InvalidInput.of(where, text.strip(), f"a JSON object ({error.msg} at {error.pos})") from None
+        except (ValueError, RecursionError) as error:  # ValueError: no JSON, or a number of thousands of digits
+            raise InvalidInput.of(where, text.strip(), f"a JSON object ({error})") from None
         if not isinstance(row, dict):
             raise InvalidInput.of(where, row, "a JSON object with timestamp, input_length, output_length")
         milliseconds = row.get("timestamp")
