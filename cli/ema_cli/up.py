@@ -11,8 +11,8 @@ from ema_agent.agent import Agent
 from ema_agent.metrics import Pages
 from ema_agent.serve import FolderTaken, Options, claim, serve
 from ema_cli.out import bad_input, fail, screen, size
-from ema_cli.pools import read_pools, read_yaml
-from ema_cli.simulated import read_sim
+from ema_cli.pools import read_pools
+from ema_cli.sim_file import read_sim
 from ema_core import places
 from ema_core.api import MemoryPool
 from ema_core.errors import InvalidInput
@@ -98,7 +98,7 @@ def _announce(agent: Agent, pages: Pages | None) -> None:
 
 def _simulated(driver: str, sim: Path | None) -> SimConfig | None:
     if driver == "sim":
-        return read_sim(read_yaml(sim, "sim")) if sim is not None else SimConfig()
+        return read_sim(sim) if sim is not None else SimConfig()
     if sim is not None:
         raise InvalidInput.of("--sim", str(sim), "--driver sim beside it")
     if driver != "cuda":
