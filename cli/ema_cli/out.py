@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,11 +52,11 @@ def size(amount: int | None) -> str:
     return f"{value:.2f} TiB"
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Callable[[str], bool]) -> Table:
-    """A table; columns for which `right` holds are right-aligned."""
-    made = Table(title=title, title_justify="left", header_style="bold")
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]) -> Table:
+    """A table whose columns named in `right` are right-aligned."""
+    made = Table(header_style="bold")
     for name in columns:
-        made.add_column(name, justify="right" if right(name) else "left", overflow="fold")
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
     for row in rows:
         made.add_row(*row)
     return made
