@@ -117,7 +117,7 @@ def test_two_streams_share_a_link_fairly(driver: MemoryDriver, gpus: list[GpuId]
     to, _ = window(driver, gpus[0], size)
     page = driver.words(4)
     greedy, modest = driver.stream(gpus[0]), driver.stream(gpus[0])
-    greedy.enqueue([Wait(page, 0, 1), *[Copy(to, of, size)] * 8, Write(page, 1, 1)])
+    greedy.enqueue([Wait(page, 0, 1), *[Copy(to, of, size)] * 40, Write(page, 1, 1)])
     modest.enqueue([Wait(page, 0, 1), *[Copy(to, of, MIB)] * 4, Write(page, 2, 1)])
     page.store(0, 1)
     assert page.wait(2, 1, 5)
