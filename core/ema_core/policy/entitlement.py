@@ -67,12 +67,26 @@ def shares(claims: Claims, low: Sequence[int], high: Sequence[int], shared: Sequ
         for g in inside:
             bound[g].append(u)
     for cells in claims.tiers.values():
+        need = _need(cells, low, high, groups)
+        rest = [left - sum([need[g] for g in inside]) for left, (_, inside) in zip(slack, scarce, strict=True)]
+        if min(rest) >= 0:
+            # `got` began with everybody's `high`.
+            slack = rest
+            continue
         tier = _Tier(claims, low, high, bound=bound, slack=slack)
         for g, weight, members in cells:
-            if bound[g]:
+            if need[g] and bound[g]:
                 tier.enter(g, weight, members, got)
         tier.fill(got)
     return got
+
+
+def _need(cells: list[Cell], low: Sequence[int], high: Sequence[int], groups: int) -> list[int]:
+    need = [0] * groups
+    for g, _, members in cells:
+        for i in members:
+            need[g] += high[i] - low[i]
+    return need
 
 
 class _Rung(NamedTuple):
