@@ -5,6 +5,7 @@ it was or fully changed; on return the gates of changed chunks are open unless s
 close the gates, be certain, unmap and release (the lender has its bytes now), map the new place, open.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -13,7 +14,7 @@ from ema_agent.gates import Gate, Gates
 from ema_agent.ledger import Chunk
 from ema_core.ids import HOST, GpuId, Place
 from ema_driver.errors import DriverError
-from ema_driver.protocol import Address, Copy, Handle, MemoryDriver
+from ema_driver.protocol import Address, Copy, Handle, MemoryDriver, Stream
 
 PATIENCE: Final = 5.0
 """Seconds that a copy under way may take before its link is given up as sick."""
@@ -44,6 +45,8 @@ class Backing:
         self._spare: dict[int, list[Handle]] = {}
         """Host memory by size, kept because taking it costs 0.28 s per GiB."""
         self._scratch: dict[str, Handle] = {}
+        self._streams: dict[GpuId, list[Stream]] = {}
+        """Streams on which nothing is queued, for the next copies."""
 
     # --- making ---
 
@@ -96,32 +99,40 @@ class Backing:
             self.gates.open([c.gate for c in chunks])
             raise Stuck("a copy under way did not end: its link hangs")
 
+    def vacate(self, chunks: Sequence[Chunk]) -> float:
+        """Taken chunks: their memory on a GPU is free again, from the moment that is returned (monotonic seconds).
+
+        Nothing is mapped at their addresses until `to_twin`.
+        """
+        self._driver.unmap([c.address for c in chunks])
+        self._driver.release([c.handle for c in chunks])
+        return time.monotonic()
+
     def to_twin(self, chunks: Sequence[Chunk]) -> None:
-        """Taken chunks whose twin is true: the GPU's bytes go first, then the twin appears at the same address."""
+        """Vacated chunks whose twin is true: it appears at the same address."""
         driver = self._driver
-        driver.unmap([c.address for c in chunks])
-        driver.release([c.handle for c in chunks])
         twins = [(c, c.twin) for c in chunks if c.twin is not None]
         driver.map([(c.address, twin) for c, twin in twins])
         for c, twin in twins:
             c.handle, c.twin = twin, None
 
-    def copy_to(self, chunks: Sequence[Chunk], target: Place) -> None:
+    def copy_to(self, chunks: Sequence[Chunk], target: Place) -> float:
         """Taken chunks: their bytes are copied to new memory at `target`, which then appears at the same addresses.
 
+        The chunks are of one size. Returns the moment (monotonic seconds) from which the memory that they left is free.
         On a way up from host memory the host copy is kept as the twin. Raises OutOfMemory or DeviceLost with nothing
         changed.
         """
         driver = self._driver
         new: list[Handle] = []
-        stage: list[Address] = []
+        size = chunks[0].size
+        area = driver.reserve(size * len(chunks))
+        stage = [Address(area + i * size) for i in range(len(chunks))]
         try:
-            for c in chunks:
-                new.append(self._for_copy(c, target))
-                stage.append(driver.reserve(c.size))
+            new.extend(self._for_copy(c, target) for c in chunks)
             driver.map(list(zip(stage, new, strict=True)))
         except DriverError:
-            self._undo(chunks, new, stage)
+            self._undo(chunks, new, area)
             raise
         home = self._stream_home(*(c.handle.place for c in chunks), target)
         try:
@@ -130,12 +141,13 @@ class Backing:
             raise  # The copy may still write to the new memory: it is left where it is.
         except DriverError:
             driver.unmap(stage)
-            self._undo(chunks, new, stage)
+            self._undo(chunks, new, area)
             raise
         driver.unmap([*stage, *(c.address for c in chunks)])
-        driver.unreserve(stage)
         old = [c.handle for c in chunks]
         driver.release([h for h in old if h.place != HOST])
+        free_from = time.monotonic()
+        driver.unreserve([area])
         driver.map([(c.address, h) for c, h in zip(chunks, new, strict=True)])
         for c, h in zip(chunks, new, strict=True):
             previous, c.handle = c.handle, h
@@ -146,12 +158,17 @@ class Backing:
             elif previous.place == HOST:
                 c.twin = previous
                 c.gate.mark_clean()
+        return free_from
 
-    def to_scratch(self, chunks: Sequence[Chunk], owner: str) -> None:
-        """Taken chunks are given up: scratch memory of their own lease appears at their addresses."""
+    def to_scratch(self, chunks: Sequence[Chunk], owner: str) -> float:
+        """Taken chunks are given up: scratch memory of their own lease appears at their addresses.
+
+        Returns the moment (monotonic seconds) from which their memory is free.
+        """
         driver = self._driver
         driver.unmap([c.address for c in chunks])
         driver.release([c.handle for c in chunks if c.handle.place != HOST])
+        free_from = time.monotonic()
         for c in chunks:
             if c.handle.place == HOST:
                 self.keep_host(c.handle)
@@ -160,6 +177,7 @@ class Backing:
                 c.twin = None
             c.handle = self._scratch_of(owner, c.size)
         driver.map([(c.address, c.handle) for c in chunks])
+        return free_from
 
     def give_back(self, chunks: Sequence[Chunk], scratch_owner: str) -> None:
         """Taken chunks that no queued operation names any more: all of their memory and addresses are free again."""
@@ -218,11 +236,16 @@ class Backing:
 
     def _copy(self, home: GpuId, copies: Sequence[Copy]) -> None:
         """Copy on a stream of its own, behind no client's wait. Raises Stuck if it does not end, DriverError."""
-        stream = self._driver.stream(home)
+        idle = self._streams.setdefault(home, [])
+        try:
+            stream = idle.pop()
+        except IndexError:
+            stream = self._driver.stream(home)
         stream.enqueue(copies)
         if not stream.synchronize(COPY_LIMIT):
             raise Stuck(f"a copy of {sum(c.size for c in copies)} bytes did not end in {COPY_LIMIT:.0f} s")
-        stream.close()
+        # One that failed is left out: what is queued on it would fail ever after.
+        idle.append(stream)
 
     def _zeroed(self, place: Place, size: int) -> Handle:
         # Spare host memory holds another lease's bytes, so it is exchanged for new memory, not handed out.
@@ -235,8 +258,8 @@ class Backing:
             return self._driver.create(target, chunk.size)
         return chunk.twin or self.host(chunk.size)
 
-    def _undo(self, chunks: Sequence[Chunk], new: Sequence[Handle], stage: Sequence[Address]) -> None:
-        self._driver.unreserve(stage)
+    def _undo(self, chunks: Sequence[Chunk], new: Sequence[Handle], area: Address) -> None:
+        self._driver.unreserve([area])
         for c, h in zip(chunks, new, strict=False):
             if h.place != HOST:
                 self._driver.release([h])

@@ -14,7 +14,7 @@ zero.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -47,6 +47,8 @@ ALLOWED: dict[State, frozenset[State]] = {
     State.DROPPED: frozenset({State.MOVING}),
     State.LOST: frozenset(),
 }
+GONE: frozenset[State] = frozenset({State.DROPPED, State.LOST})
+"""States without bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +91,8 @@ class Region:
     """Indices that were granted and whose memory is being made, and where."""
     drops: int = 0
     """How often chunks of it were dropped, as its notice word tells the client."""
+    torn: bool = False
+    """Whether a chunk of it was ever dropped or lost."""
 
     @property
     def missing(self) -> list[int]:
@@ -121,14 +125,12 @@ class Lease:
 
     def wanted(self, *, droppable: bool) -> int:
         """Bytes of demand of one kind: all chunks but those that were dropped or lost."""
-        gone = (State.DROPPED, State.LOST)
-        count = sum(
-            1
-            for r in self.regions.values()
-            if r.droppable is droppable
-            for c in r.chunks
-            if c is None or c.state not in gone
-        )
+        count = 0
+        for region in self.regions.values():
+            if region.droppable is droppable:
+                count += len(region.chunks)
+                if region.torn:
+                    count -= sum(1 for c in region.chunks if c is not None and c.state in GONE)
         return count * self.chunk
 
     def missing(self, *, droppable: bool) -> Iterator[tuple[Region, int]]:
@@ -206,27 +208,35 @@ class Ledger:
         chunk = Chunk(next(self._ids), lease, region, index, lease.chunk, address, gate, place, state, handle)
         region.chunks[index] = chunk
         self._live[chunk.id] = chunk
-        self._account(chunk, 1)
+        self._account_all((chunk,), 1)
         return chunk
 
     def become(self, chunk: Chunk, state: State, *, place: Place | None = None) -> None:
         """Take one transition; `place` where the bytes are (or, for MOVING, will be). Raises LedgerError."""
-        if chunk.id not in self._live:
-            raise LedgerError(f"chunk {chunk.id} was given back")
-        if state not in ALLOWED[chunk.state]:
-            raise LedgerError(f"chunk {chunk.id}: {chunk.state} → {state}")
-        self._account(chunk, -1)
-        chunk.state = state
-        if place is not None:
-            chunk.place = place
-        self._account(chunk, 1)
+        self.become_all((chunk,), state, place=place)
+
+    def become_all(self, chunks: Collection[Chunk], state: State, *, place: Place | None = None) -> None:
+        """The same transition for many chunks, of which all or, with LedgerError, none take it."""
+        for chunk in chunks:
+            if chunk.id not in self._live:
+                raise LedgerError(f"chunk {chunk.id} was given back")
+            if state not in ALLOWED[chunk.state]:
+                raise LedgerError(f"chunk {chunk.id}: {chunk.state} → {state}")
+        self._account_all(chunks, -1)
+        for chunk in chunks:
+            chunk.state = state
+            if place is not None:
+                chunk.place = place
+            if state in GONE:
+                chunk.region.torn = True
+        self._account_all(chunks, 1)
 
     def free(self, chunk: Chunk) -> bool:
         """The chunk was given back. False, and nothing changes, if it had been already."""
         if self._live.pop(chunk.id, None) is None:
             self.repeats += 1
             return False
-        self._account(chunk, -1)
+        self._account_all((chunk,), -1)
         if chunk.index < len(chunk.region.chunks) and chunk.region.chunks[chunk.index] is chunk:
             chunk.region.chunks[chunk.index] = None
         return True
@@ -274,12 +284,18 @@ class Ledger:
             for e in self.leases.values()
         )
 
-    def _account(self, chunk: Chunk, sign: int) -> None:
-        if chunk.state in (State.DROPPED, State.LOST):
-            return
-        clean = chunk.state in (State.CLEAN, State.HOST)
-        kind = 2 if chunk.droppable else (0 if clean else 1)
-        self._count(chunk.lease, chunk.place, kind, sign * chunk.size)
+    def _account_all(self, chunks: Iterable[Chunk], sign: int) -> None:
+        sums: dict[tuple[Lease, Place, int], int] = {}
+        for chunk in chunks:
+            state = chunk.state
+            if state in GONE:
+                continue
+            clean = state is State.CLEAN or state is State.HOST
+            kind = 2 if chunk.region.droppable else (0 if clean else 1)
+            key = (chunk.lease, chunk.place, kind)
+            sums[key] = sums.get(key, 0) + chunk.size
+        for (lease, place, kind), size in sums.items():
+            self._count(lease, place, kind, sign * size)
 
     def _count(self, lease: Lease, place: Place, kind: int, size: int) -> None:
         amounts = lease.held.setdefault(place, [0, 0, 0])

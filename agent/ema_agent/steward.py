@@ -146,8 +146,7 @@ class Steward:
                 chunks[0].lease.reclaimed_at = now
             clean = [c for c in chunks if c.state is State.CLEAN]
             dirty = [c for c in chunks if c.state is not State.CLEAN]
-            for c in chunks:
-                self.ledger.become(c, State.MOVING, place=move.target)
+            self.ledger.become_all(chunks, State.MOVING, place=move.target)
             self._start(move.source, self._relocate(clean, dirty, move, now))
 
     async def _relocate(self, clean: list[Chunk], dirty: list[Chunk], move: Move, decided: float) -> None:
@@ -156,12 +155,12 @@ class Steward:
             # The twin is there already: the lender has its bytes back before anything is copied.
             try:
                 with node.changing({move.source}):
-                    freed, stored = await self.in_thread(self._to_twin, clean)
+                    freed, stored, free_from = await self.in_thread(self._to_twin, clean)
                     self._held(move.source, -sum(c.size for c in freed))
             except Stuck:
                 self._arrived([*clean, *dirty], State.DIRTY, move.source)
                 return
-            self._record(move, freed, decided, clean=True)
+            self._record(move, freed, free_from - decided, clean=True)
             dirty = stored + dirty
             if move.target == HOST:
                 self._arrived(freed, State.HOST, HOST)
@@ -169,28 +168,39 @@ class Steward:
                 await self._carry(freed, move, HOST)
         for first in range(0, len(dirty), BATCH):
             batch = dirty[first : first + BATCH]
-            if await self._carry(batch, move, move.source):
-                self._record(move, batch, decided, clean=False)
+            if (left_at := await self._carry(batch, move, move.source)) is not None:
+                self._record(move, batch, left_at - decided, clean=False)
         backing.trim(self._spare_limit())
 
-    def _to_twin(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
-        """On a worker: chunks that went to their twin, and those that a store had made dirty again (gates open)."""
+    def _to_twin(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk], float]:
+        """On a worker: chunks that went to their twin, and those that a store had made dirty again (gates open).
+
+        And the moment from which the memory of the first is free.
+        """
         backing = self.backing
         backing.take(chunks)
-        true = [c for c in chunks if c.twin is not None and not c.gate.dirty]
-        untrue = [c for c in chunks if c.twin is None or c.gate.dirty]
+        true: list[Chunk] = []
+        untrue: list[Chunk] = []
+        for c in chunks:
+            (untrue if c.twin is None or c.gate.dirty else true).append(c)
+        free_from = time.monotonic()
         if true:
+            free_from = backing.vacate(true)
+            self.freed()
             backing.to_twin(true)
         backing.gates.open([c.gate for c in chunks])
-        return true, untrue
+        return true, untrue, free_from
 
-    async def _carry(self, batch: list[Chunk], move: Move, source: Place) -> bool:
-        """Copy a batch to the target; on failure it stays, or goes, where it is safe. True if it arrived."""
+    async def _carry(self, batch: list[Chunk], move: Move, source: Place) -> float | None:
+        """Copy a batch to the target; on failure it stays, or goes, where it is safe.
+
+        The moment from which the memory that it left is free, or None if it did not arrive.
+        """
         if not batch:
-            return False
+            return None
         try:
             with self.node.changing({source, move.target}):
-                await self.in_thread(self._copy, batch, move.target)
+                free_from = await self.in_thread(self._copy, batch, move.target)
                 self._held(source, -sum(c.size for c in batch))
                 self._held(move.target, sum(c.size for c in batch))
         except DriverError as error:
@@ -200,26 +210,25 @@ class Steward:
             # The target filled up or went away under us. The bytes are where they were; the next plan sees that.
             self._arrived(batch, State.HOST if source == HOST else State.DIRTY, source)
             self.wake()
-            return False
+            return None
         twins = State.CLEAN if source == HOST and not batch[0].droppable else State.DIRTY
         self._arrived(batch, State.HOST if move.target == HOST else twins, move.target)
-        return True
+        return free_from
 
-    def _copy(self, batch: list[Chunk], target: Place) -> None:
+    def _copy(self, batch: list[Chunk], target: Place) -> float:
         backing = self.backing
         backing.take(batch)
         try:
-            backing.copy_to(batch, target)
+            return backing.copy_to(batch, target)
         finally:
             backing.gates.open([c.gate for c in batch])
 
-    def _arrived(self, chunks: Iterable[Chunk], state: State, place: Place) -> None:
-        sizes: dict[tuple[int, int], tuple[Lease, Region, int]] = {}
+    def _arrived(self, chunks: Sequence[Chunk], state: State, place: Place) -> None:
+        self.ledger.become_all(chunks, state, place=place)
+        sizes: dict[tuple[Lease, Region], int] = defaultdict(int)
         for c in chunks:
-            self.ledger.become(c, state, place=place)
-            key = (id(c.lease), id(c.region))
-            sizes[key] = (c.lease, c.region, sizes.get(key, (c.lease, c.region, 0))[2] + c.size)
-        for lease, region, size in sizes.values():
+            sizes[c.lease, c.region] += c.size
+        for (lease, region), size in sizes.items():
             self.listener.moved(lease, region, size)
 
     # --- drops ---
@@ -227,10 +236,9 @@ class Steward:
     def _start_drops(self, drops: Iterable[Drop], now: float) -> None:
         for drop in drops:
             chunks = self.ledger.pick(drop.lease, drop.place, drop.size, droppable=True)
-            for c in chunks:
-                c.lease.reclaimed_at = now
-                self.ledger.become(c, State.MOVING, place=drop.place)
             if chunks:
+                chunks[0].lease.reclaimed_at = now
+                self.ledger.become_all(chunks, State.MOVING, place=drop.place)
                 self._start(drop.place, self._drop(chunks, drop, now))
 
     async def _drop(self, chunks: list[Chunk], drop: Drop, decided: float) -> None:
@@ -241,18 +249,18 @@ class Steward:
             self._arrived(chunks, State.DIRTY, drop.place)
             return
         with self.node.changing({drop.place}):
-            await self.in_thread(self.backing.to_scratch, chunks, lease.id)
+            free_from = await self.in_thread(self.backing.to_scratch, chunks, lease.id)
             self._held(drop.place, -sum(c.size for c in chunks))
         by_region: dict[int, list[int]] = defaultdict(list)
+        self.ledger.become_all(chunks, State.DROPPED)
         for c in chunks:
-            self.ledger.become(c, State.DROPPED)
             by_region[c.region.number].append(c.index)
         # The client's notice word is written before the gate opens: whoever reads scratch can know it.
         for number, indices in by_region.items():
             self.listener.dropped(lease, lease.regions[number], indices)
         self.backing.gates.open([c.gate for c in chunks])
         size = sum(c.size for c in chunks)
-        seconds = time.monotonic() - decided
+        seconds = free_from - decided
         self.listener.reclaimed(Reclaim(lease.id, drop.place, None, size, drop.cause, clean=True, seconds=seconds))
 
     # --- grants ---
@@ -318,10 +326,9 @@ class Steward:
         if size < 0:
             self.freed()
 
-    def _record(self, move: Move, chunks: Sequence[Chunk], decided: float, *, clean: bool) -> None:
+    def _record(self, move: Move, chunks: Sequence[Chunk], seconds: float, *, clean: bool) -> None:
         if chunks and move.cause is not Cause.PROMOTE:
             size = sum(c.size for c in chunks)
-            seconds = time.monotonic() - decided
             record = Reclaim(move.lease, move.source, move.target, size, move.cause, clean=clean, seconds=seconds)
             self.listener.reclaimed(record)
 
