@@ -72,6 +72,8 @@ class Agent:
         self.steward = Steward(self.node, self.ledger, self.backing, self)
         self.ready = False
         self.why_ended: str | None = None
+        self._changed = False
+        """Memory has been read that is not as it was when the last plan was made."""
         self._numbers = itertools.count(1)
         self._end = asyncio.Event()
         self._refresh = asyncio.Event()
@@ -163,15 +165,17 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             now = time.monotonic()
-            for session in list(self.sessions.values()):
+            for session in [s for s in self.sessions.values() if s.waits]:
                 session.look(now)
-            if self.ledger.leases:
+            if self._changed or now >= self.steward.due:
+                self._changed = False
                 self.steward.wake()
             self._hear(now)
             await asyncio.sleep(TICK)
 
-    def _fresh(self) -> None:
-        """A new reading of memory has come."""
+    def _fresh(self) -> bool:
+        """A new reading of memory has come. True if the next one matters even if it is the same."""
+        self._changed = True
         now = time.monotonic()
         short = False
         for gpu, pool_headroom in self._headrooms().items():
@@ -180,11 +184,12 @@ class Agent:
                 short = True
             else:
                 self.figures.no_shortfall(gpu)
-        if short or any(s.share.waiters for s in self.sessions.values()):
+        waiting = [s for s in self.sessions.values() if s.share.waiters]
+        if short or waiting:
             self.steward.wake()
-            for session in self.sessions.values():
-                if session.share.waiters:
-                    session.look(now)
+        for session in waiting:
+            session.look(now)
+        return short or bool(waiting)
 
     def _headrooms(self) -> dict[GpuId, int]:
         found: dict[GpuId, int] = {}

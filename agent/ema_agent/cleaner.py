@@ -14,8 +14,8 @@ from ema_agent.steward import Steward
 from ema_core.ids import HOST
 from ema_driver.errors import DriverError
 
-LOOK: Final = 0.05
-"""Seconds between two looks for work."""
+LOOK: Final = (0.05, 0.4)
+"""Seconds between two looks for work: at first, and when there has been none for long."""
 FIRST_RETRY: Final = 0.1
 LAST_RETRY: Final = 5.0
 
@@ -32,11 +32,15 @@ class Cleaner:
 
     async def run(self) -> None:
         """Clean until cancelled."""
+        pause = LOOK[0]
         while True:
             self._look()
             work = self._candidates()
-            if not work:
-                await asyncio.sleep(LOOK)
+            if work:
+                pause = LOOK[0]
+            else:
+                await asyncio.sleep(pause)
+                pause = min(LOOK[1], 2 * pause)
             for chunk in work:
                 await self._clean(chunk)
 

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 
 from ema_agent.gates import Gate
 from ema_core import state
@@ -122,6 +123,9 @@ class Lease:
     """Place → bytes [clean, dirty, droppable]."""
     recent: dict[int, tuple[float, list["Chunk"]]] = field(default_factory=dict)
     """Program → when it last started and the chunks it copies; read when victims are picked, not on a step's path."""
+    version: int = 0
+    """Changes whenever an amount in `held` does."""
+    _seen: "tuple[tuple[int, int, int, int, int, int, float, float, float, float, int], state.Lease] | None" = None
 
     def wanted(self, *, droppable: bool) -> int:
         """Bytes of demand of one kind: all chunks but those that were dropped or lost."""
@@ -147,10 +151,45 @@ class Lease:
                 if chunk is not None:
                     yield chunk
 
+    def for_policy(self) -> state.Lease:
+        """This lease as the policy sees it. What was found last is kept, with what the policy counted in it."""
+        terms = (
+            *(self.priority, self.weight, self.guaranteed, self.limit),
+            *(self.wanted(droppable=False), self.wanted(droppable=True)),
+            *(self.asked_at, self.granted_at, self.reclaimed_at),
+            *(self.last_used, self.version),
+        )
+        if self._seen is None or self._seen[0] != terms:
+            priority, weight, guaranteed, limit, kept, droppable, asked_at, granted_at, reclaimed_at, used, _ = terms
+            lease = state.Lease(
+                id=self.id,
+                pool=self.pool,
+                gpu=self.gpu,
+                priority=priority,
+                weight=weight,
+                guaranteed=guaranteed,
+                limit=limit,
+                kept=kept,
+                droppable=droppable,
+                asked_at=asked_at,
+                granted_at=granted_at,
+                reclaimed_at=reclaimed_at,
+                held={
+                    place: state.Holding(clean=a[0], dirty=a[1], droppable=a[2], last_used=used)
+                    for place, a in self.held.items()
+                    if any(a)
+                },
+            )
+            self._seen = terms, lease
+        return self._seen[1]
+
     @property
     def borrowed(self) -> int:
         """Bytes held in all."""
         return sum(sum(amounts) for amounts in self.held.values())
+
+
+_coldest = attrgetter("last_used", "id")
 
 
 class Ledger:
@@ -217,17 +256,21 @@ class Ledger:
 
     def become_all(self, chunks: Collection[Chunk], state: State, *, place: Place | None = None) -> None:
         """The same transition for many chunks, of which all or, with LedgerError, none take it."""
+        live, seen = self._live, None
         for chunk in chunks:
-            if chunk.id not in self._live:
+            if chunk.id not in live:
                 raise LedgerError(f"chunk {chunk.id} was given back")
-            if state not in ALLOWED[chunk.state]:
-                raise LedgerError(f"chunk {chunk.id}: {chunk.state} → {state}")
+            if chunk.state is not seen:
+                seen = chunk.state
+                if state not in ALLOWED[seen]:
+                    raise LedgerError(f"chunk {chunk.id}: {seen} → {state}")
         self._account_all(chunks, -1)
+        gone = state in GONE
         for chunk in chunks:
             chunk.state = state
             if place is not None:
                 chunk.place = place
-            if state in GONE:
+            if gone:
                 chunk.region.torn = True
         self._account_all(chunks, 1)
 
@@ -254,44 +297,40 @@ class Ledger:
         entry = self.leases.get(lease)
         if entry is None:
             return []
-        order = {State.CLEAN: 0, State.HOST: 0, State.DIRTY: 1}
-        found = [c for c in entry.chunks() if c.place == place and c.state in order and c.region.droppable is droppable]
-        found.sort(key=lambda c: (order[c.state], c.last_used, c.id))
-        return found[: size // entry.chunk]
+        for started, copied in entry.recent.values():
+            for c in copied:
+                c.last_used = max(c.last_used, started)
+        here = [
+            c
+            for region in entry.regions.values()
+            if region.droppable is droppable
+            for c in region.chunks
+            if c is not None and c.place == place
+        ]
+        clean = [c for c in here if c.state is State.CLEAN or c.state is State.HOST]
+        dirty = [c for c in here if c.state is State.DIRTY]
+        count = size // entry.chunk
+        clean.sort(key=_coldest)
+        if len(clean) < count:
+            dirty.sort(key=_coldest)
+            clean += dirty
+        return clean[:count]
 
     def policy_leases(self) -> tuple[state.Lease, ...]:
-        """The leases as the policy sees them."""
-        return tuple(
-            state.Lease(
-                id=e.id,
-                pool=e.pool,
-                gpu=e.gpu,
-                priority=e.priority,
-                weight=e.weight,
-                guaranteed=e.guaranteed,
-                limit=e.limit,
-                kept=e.wanted(droppable=False),
-                droppable=e.wanted(droppable=True),
-                asked_at=e.asked_at,
-                granted_at=e.granted_at,
-                reclaimed_at=e.reclaimed_at,
-                held={
-                    place: state.Holding(clean=a[0], dirty=a[1], droppable=a[2], last_used=e.last_used)
-                    for place, a in e.held.items()
-                    if any(a)
-                },
-            )
-            for e in self.leases.values()
-        )
+        """The leases as the policy sees them: the same object as before for one that has not changed."""
+        return tuple([e.for_policy() for e in self.leases.values()])
 
     def _account_all(self, chunks: Iterable[Chunk], sign: int) -> None:
         sums: dict[tuple[Lease, Place, int], int] = {}
+        seen, kept = None, 0
         for chunk in chunks:
-            state = chunk.state
-            if state in GONE:
+            # Mostly all are alike, and looking a state up costs more than all the rest.
+            if chunk.state is not seen:
+                seen = chunk.state
+                kept = -1 if seen in GONE else 0 if seen in {State.CLEAN, State.HOST} else 1
+            if kept < 0:
                 continue
-            clean = state is State.CLEAN or state is State.HOST
-            kind = 2 if chunk.region.droppable else (0 if clean else 1)
+            kind = 2 if chunk.region.droppable else kept
             key = (chunk.lease, chunk.place, kind)
             sums[key] = sums.get(key, 0) + chunk.size
         for (lease, place, kind), size in sums.items():
@@ -300,6 +339,7 @@ class Ledger:
     def _count(self, lease: Lease, place: Place, kind: int, size: int) -> None:
         amounts = lease.held.setdefault(place, [0, 0, 0])
         amounts[kind] += size
+        lease.version += 1
         self.lent[place] += size
         if amounts[kind] < 0 or self.lent[place] < 0:
             raise LedgerError(f"{lease.id} would hold less than nothing at {place}")

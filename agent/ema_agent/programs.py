@@ -62,12 +62,22 @@ class Program:
     seq: int = 0
     bytes_by_place: Mapping[Place, int] = field(default_factory=dict)
     version: int = -1
-    """The ledger version that `bytes_by_place` was counted at."""
+    """The lease's version that `bytes_by_place` was counted at."""
 
     @property
     def size(self) -> int:
         """Bytes of one run."""
         return sum(s.size for s in self.steps)
+
+    def sizes(self, lease: Lease) -> Mapping[Place, int]:
+        """Bytes of one run by lender, spread evenly over the program's chunks; counted anew after chunks moved."""
+        if self.version != lease.version:
+            part = self.size // max(1, len(self.chunks))
+            sizes: dict[Place, int] = {}
+            for chunk in self.chunks:
+                sizes[chunk.place] = sizes.get(chunk.place, 0) + part
+            self.bytes_by_place, self.version = sizes, lease.version
+        return self.bytes_by_place
 
 
 class Copies:

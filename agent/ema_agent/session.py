@@ -22,7 +22,6 @@ from ema_agent.programs import Copies, Program, Refusal, Window
 from ema_agent.regions import Regions
 from ema_agent.steward import Steward
 from ema_core import wire
-from ema_core.ids import Place
 from ema_core.wire import Kinds
 from ema_driver.errors import DriverError, InvalidUse
 from ema_driver.protocol import MemoryDriver, Stream, Words
@@ -111,7 +110,7 @@ class Session:
             self.copies.launch(program, message.seq, time.monotonic())
             return
         launch = partial(self._launch, program, message.seq)
-        self._lanes.submit(self.lease.id, self._sizes(program), launch)
+        self._lanes.submit(self.lease.id, program.sizes(self.lease), launch)
 
     def _launch(self, program: Program, seq: int) -> None:
         self.copies.launch(program, seq, time.monotonic())
@@ -119,15 +118,6 @@ class Session:
     def _run(self, message: wire.Run) -> None:
         self._few(message.steps)
         self.copies.run(message, time.monotonic())
-
-    @staticmethod
-    def _sizes(program: Program) -> dict[Place, int]:
-        """Bytes of one run by lender, taken as spread evenly over the program's chunks."""
-        sizes: dict[Place, int] = {}
-        part = program.size // max(1, len(program.chunks))
-        for chunk in program.chunks:
-            sizes[chunk.place] = sizes.get(chunk.place, 0) + part
-        return sizes
 
     def _open_program(self, message: wire.OpenProgram) -> None:
         self._few(message.steps)
@@ -193,8 +183,13 @@ class Session:
         self.stepped += message.stepped
         self.steps += message.steps
 
+    @property
+    def waits(self) -> bool:
+        """Whether a request of this client waits for memory."""
+        return bool(self.regions.waiters or self.share.waiters)
+
     def look(self, now: float) -> None:
-        """From time to time, and when memory was read."""
+        """From time to time while a request waits, and when memory was read."""
         self.regions.look(now)
         self.share.look(now)
 

@@ -26,6 +26,7 @@ T = TypeVar("T")
 BATCH: Final = 8
 """Chunks of one dirty batch: the lender sees bytes come back while the rest is still copied."""
 WORKERS: Final = 4
+INF: Final = float("inf")
 
 OWN_CAUSES: Final = frozenset({Cause.HEADROOM, Cause.LIMIT, Cause.DRAIN, Cause.HEALTH})
 """Causes on the lender's side: their duration is a promise to the lender."""
@@ -85,6 +86,8 @@ class Steward:
         """Called when bytes were given back, so that memory is read again at once."""
         self.passed_over = False
         """The last plan wanted chunks that a worker thread was copying just then: plan again when that ends."""
+        self.due = INF
+        """When a plan can differ although nothing has happened meanwhile: a `minHold` ends. Monotonic seconds."""
         self.settled = asyncio.Event()
         """Set whenever a plan found nothing to do and nothing is under way."""
 
@@ -131,7 +134,15 @@ class Steward:
         self._start_moves(outcome.moves, now)
         self._start_drops(outcome.drops, now)
         self._start_grants(outcome.grants, now)
+        self.due = min(
+            (at for lease in self.ledger.leases.values() for at in self._ends(lease) if at > now), default=INF
+        )
         return outcome
+
+    def _ends(self, lease: Lease) -> tuple[float, float]:
+        """When the two holds of a lease end; a moment later, so that a plan then surely finds them ended."""
+        hold = self.pools[lease.pool].min_hold + 1e-3
+        return lease.granted_at + hold, lease.reclaimed_at + hold
 
     # --- moves ---
 
