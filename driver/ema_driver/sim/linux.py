@@ -7,8 +7,11 @@ import os
 import platform
 import socket
 
+from ema_driver.errors import DriverUnavailable
+
 _libc = ctypes.CDLL(None, use_errno=True)
-_SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
+_FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
+_SYS_FUTEX = _FUTEX_NUMBERS.get(platform.machine(), -1)
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _ALL_WAITERS = 2**31 - 1
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -31,6 +34,13 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = 2**64 - 1
 _MAP_FIXED = 0x10
+
+
+def require() -> None:
+    """Raise DriverUnavailable on a machine whose system call numbers are not known here."""
+    if _SYS_FUTEX < 0:
+        known = ", ".join(sorted(_FUTEX_NUMBERS))
+        raise DriverUnavailable(f"the simulated driver runs on {known}; this machine is {platform.machine()}")
 
 
 def sealed_memory(name: str, size: int) -> int:

@@ -41,6 +41,7 @@ class SimDriver:
     name = "sim"
 
     def __init__(self, link: socket.socket) -> None:
+        linux.require()
         self._channel = Channel(link)
         self._closed = False
         try:
