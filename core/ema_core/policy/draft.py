@@ -41,11 +41,14 @@ Spots = tuple[tuple[Place, int], ...]
 
 
 class Draft:
-    """Working state of one call of `plan`. Lists with one entry per lease follow the order of `leases`."""
+    """Working state of one call of `plan`. Lists with one entry per lease follow the order of `leases`: older first.
+
+    That order decides among equals everywhere; it makes the plan independent of the order of the input.
+    """
 
     def __init__(self, state: NodeState, pools: Sequence[PoolPolicy], now: float) -> None:
         self.now = now
-        self.leases: Sequence[Lease] = sorted(state.leases, key=attrgetter("id"))
+        self.leases: Sequence[Lease] = sorted(state.leases, key=attrgetter("asked_at", "id"))
         self.pools = sorted(pools, key=lambda pool: pool.name)
         names = [pool.name for pool in self.pools]
         if len(set(names)) != len(names):
