@@ -17,7 +17,7 @@ from ema_driver.sim.faults import Fault
 
 VERSION = 1
 IN_FILE = b"\x00"
-INLINE_LIMIT = 128 << 10
+INLINE_LIMIT = 64 << 10
 """Bytes; the kernel refuses messages above about 212 KB."""
 BODY_LIMIT = 16 << 20
 MAX_FDS = 64

@@ -84,7 +84,7 @@ class Stream:
             return
         self.error = error
         self._queue.clear()
-        self._program = ()
+        self._program, self._position = (), 0
         if self._waits is not None:
             page, index = self._waits
             self._waits = None
