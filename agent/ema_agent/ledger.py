@@ -87,13 +87,17 @@ class Region:
     """None: wanted and not there yet."""
     promised: dict[int, Place] = field(default_factory=dict)
     """Indices that were granted and whose memory is being made, and where."""
-    drops: int = 0
-    """How often chunks of it were dropped, as its notice word tells the client."""
+    usable: int = 0
+    """Chunks that the client was told of: copies may name these."""
+    holes: set[int] = field(default_factory=set)
+    """Indices that were dropped and asked for again in vain: nobody wants them until they are asked for anew."""
 
     @property
     def missing(self) -> list[int]:
         """Indices that wait for a grant."""
-        return [i for i, c in enumerate(self.chunks) if c is None and i not in self.promised]
+        return [
+            i for i, c in enumerate(self.chunks) if c is None and i not in self.promised and i not in self.holes
+        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +120,9 @@ class Lease:
     last_used: float = 0.0
     held: dict[Place, list[int]] = field(default_factory=dict)
     """Place → bytes [clean, dirty, droppable]."""
+    drops: dict[int, int] = field(default_factory=dict)
+    """Region number → how often chunks were dropped, as its notice word says: never the same twice, whatever region
+    has the number."""
     recent: dict[int, tuple[float, list["Chunk"]]] = field(default_factory=dict)
     """Program → when it last started and the chunks it copies; read when victims are picked, not on a step's path."""
 
@@ -126,8 +133,8 @@ class Lease:
             1
             for r in self.regions.values()
             if r.droppable is droppable
-            for c in r.chunks
-            if c is None or c.state not in gone
+            for i, c in enumerate(r.chunks)
+            if (i not in r.holes if c is None else c.state not in gone)
         )
         return count * self.chunk
 
