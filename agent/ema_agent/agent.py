@@ -291,6 +291,7 @@ class Agent:
         session = Session(self.driver, self.steward, self.lanes, lease=lease, connection=connection, ended=self._ended)
         self.ledger.open_lease(lease)
         self.sessions[lease.id] = session
+        self.steward.wake()  # its GPU lends no more until it opts in
         message, fds, own = welcome(session, self.driver, self.node)
         connection.send(message, fds)
         own()
