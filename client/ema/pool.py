@@ -241,9 +241,12 @@ class Pool:
         with self._runs:
             self.check_alive()
             seq = self._run_seq
+            if any(word == wire.run_word(-1, seq) and not self.run_ended(word, n) for word, n in self._outstanding):
+                # The run before last goes on and the last one has ended: the free word belongs to the next number.
+                seq += 1
             word = wire.run_word(-1, seq)
             self._admit(word, seq)
-            self._run_seq += 1
+            self._run_seq = seq + 1
             self._channel.send(wire.Run(seq, store, steps))
         return Ticket(self, word, seq)
 

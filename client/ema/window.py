@@ -60,8 +60,11 @@ class Slot:
         self._pool.check_fetched(self.number)
         return self._view
 
-    def wait_empty(self, timeout: float | None = None) -> memoryview | None:
-        """Wait until the slot is free to be written, as after a store. Raises TimedOut, AgentLost, DataLost."""
+    def wait_empty(self, timeout: float | None = None, *, needed_at: float = 0.0) -> memoryview | None:
+        """Wait until the slot is free to be written, as after a store; `needed_at` as in `wait`.
+
+        Raises TimedOut, AgentLost, DataLost.
+        """
         self._until(wire.EMPTY, timeout, needed_at)
         return self._view
 

@@ -15,7 +15,7 @@ import msgspec
 from ema_cli.demo.messages import Failed, FromWorker, Go, Job, Progress, Ready, Result
 from ema_cli.demo.server import DemoFailed
 
-_SILENT: Final = 30.0
+_SILENT: Final = 15.0
 """Real seconds without a word after which a worker counts as hung."""
 _END: Final = 5.0
 _encoder = msgspec.json.Encoder()
@@ -72,6 +72,11 @@ class Worker:
                 self.result = message
             elif isinstance(message, Failed):
                 raise DemoFailed(f"the worker of GPU {self.index} failed: {message.why}")
+
+    def abort(self) -> str:
+        """End it; where it was."""
+        self.process.send_signal(signal.SIGABRT)
+        return self._why()
 
     def close(self) -> None:
         """End it, whatever it does."""
@@ -137,9 +142,9 @@ class Crew:
             worker.hear()
             if worker.result is not None:
                 self._selector.unregister(worker.stream)
-        silent = [w.index for w in self.workers if w.result is None and time.monotonic() - w.heard > _SILENT]
-        if silent:
-            raise DemoFailed(f"the workers of GPUs {silent} have said nothing for {_SILENT:g} s")
+        for worker in self.workers:
+            if worker.result is None and time.monotonic() - worker.heard > _SILENT:
+                raise DemoFailed(f"the worker of GPU {worker.index} hangs ({worker.abort()})")
 
     def close(self) -> None:
         """End all of them."""

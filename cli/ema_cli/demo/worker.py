@@ -4,10 +4,10 @@ Reads a `Job` and then `Go` from standard input; writes `Ready`, `Progress` now 
 When standard input ends, whoever started it is gone, and so is the worker.
 """
 
+import faulthandler
 import os
 import sys
 import threading
-from typing import BinaryIO
 
 import msgspec
 
@@ -21,6 +21,7 @@ _encoder = msgspec.json.Encoder()
 
 def main() -> int:
     """Serve one job."""
+    faulthandler.enable()
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     job = msgspec.json.decode(source.readline(), type=Job)
 
@@ -33,7 +34,7 @@ def main() -> int:
             serving = Serving(job, pool, tell)
             tell(Ready())
             go = msgspec.json.decode(source.readline(), type=Go)
-            threading.Thread(target=_end_with, args=(source,), daemon=True).start()
+            threading.Thread(target=_end_with, args=(source.fileno(),), daemon=True).start()
             result = serving.run(Clock(go.at, job.speed))
         tell(result)
     except ema.EmaError as error:
@@ -44,8 +45,9 @@ def main() -> int:
     return 0
 
 
-def _end_with(source: BinaryIO) -> None:
-    source.readline()
+def _end_with(source: int) -> None:
+    # Not through the buffered stream: its lock would be held at the interpreter's end.
+    os.read(source, 1)
     os._exit(1)  # the agent gives back what this process held
 
 
