@@ -4,6 +4,7 @@ Run `python bench/plan.py`; it prints the figures and keeps them in `bench/resul
 """
 
 import json
+import os
 import platform
 import random
 import time
@@ -131,6 +132,7 @@ def main() -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {platform.system()} {platform.release()}, {cpu()}",
         "python": platform.python_version(),
+        "load_average": round(os.getloadavg()[0], 2),
         "runs": [measure(8, 256, 600), measure(16, 4096, 40)],
     }
     print(json.dumps(report, indent=2))

@@ -90,15 +90,19 @@ class Region:
     """None: wanted and not there yet."""
     promised: dict[int, Place] = field(default_factory=dict)
     """Indices that were granted and whose memory is being made, and where."""
-    drops: int = 0
-    """How often chunks of it were dropped, as its notice word tells the client."""
     torn: bool = False
     """Whether a chunk of it was ever dropped or lost."""
+    usable: int = 0
+    """Chunks that the client was told of: copies may name these."""
+    holes: set[int] = field(default_factory=set)
+    """Indices that were dropped and asked for again in vain: nobody wants them until they are asked for anew."""
 
     @property
     def missing(self) -> list[int]:
         """Indices that wait for a grant."""
-        return [i for i, c in enumerate(self.chunks) if c is None and i not in self.promised]
+        return [
+            i for i, c in enumerate(self.chunks) if c is None and i not in self.promised and i not in self.holes
+        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +125,9 @@ class Lease:
     last_used: float = 0.0
     held: dict[Place, list[int]] = field(default_factory=dict)
     """Place → bytes [clean, dirty, droppable]."""
+    drops: dict[int, int] = field(default_factory=dict)
+    """Region number → how often chunks were dropped, as its notice word says: never the same twice, whatever region
+    has the number."""
     recent: dict[int, tuple[float, list["Chunk"]]] = field(default_factory=dict)
     """Program → when it last started and the chunks it copies; read when victims are picked, not on a step's path."""
     version: int = 0
@@ -134,7 +141,9 @@ class Lease:
             if region.droppable is droppable:
                 count += len(region.chunks)
                 if region.torn:
-                    count -= sum(1 for c in region.chunks if c is not None and c.state in GONE)
+                    count -= sum(
+                        i in region.holes if c is None else c.state in GONE for i, c in enumerate(region.chunks)
+                    )
         return count * self.chunk
 
     def missing(self, *, droppable: bool) -> Iterator[tuple[Region, int]]:

@@ -1,16 +1,16 @@
 """Weighted max-min with floors, ceilings and shared capacities, in whole chunks, exactly.
 
 The rule: chunks are handed out one by one. The k-th chunk of a claim has the key k * chunk / weight; the chunk with the
-smallest key is next, the older and then the smaller name first among equals. A chunk that no longer fits closes its
-group for good, because capacity only shrinks. On a polymatroid this greedy order *is* weighted max-min (the
-lexicographically best vector), and it leaves no question about remainders.
+smallest key is next, the earlier claim (the older, then the smaller name) first among equals. A chunk that no longer
+fits closes its group for good, because capacity only shrinks. On a polymatroid this greedy order *is* weighted max-min
+(the lexicographically best vector), and it leaves no question about remainders.
 
 What runs does not hand out chunks one by one. It jumps to the highest common level at which everything still fits and
 hands out only the last, partial level singly.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from math import lcm
 from typing import NamedTuple
@@ -23,19 +23,17 @@ Shared = tuple[int, tuple[int, ...]]
 
 
 class Claims:
-    """Who competes, sorted out once for several fillings. One list entry per claim; `chunk` has one per group."""
+    """Who competes, sorted out once for several fillings.
 
-    __slots__ = ("chunk", "group", "tie", "tiers")
+    One entry per claim, in the order that counts among equals; `chunk` has one per group.
+    """
+
+    __slots__ = ("chunk", "group", "tiers")
 
     def __init__(
-        self,
-        group: Sequence[int],
-        weight: Sequence[int],
-        priority: Sequence[int],
-        chunk: Sequence[int],
-        tie: Callable[[int], tuple[float, str]],
+        self, group: Sequence[int], weight: Sequence[int], priority: Sequence[int], chunk: Sequence[int]
     ) -> None:
-        self.group, self.chunk, self.tie = group, chunk, tie
+        self.group, self.chunk = group, chunk
         found: dict[tuple[int, int, int], list[int]] = {}
         for i, key in enumerate(zip(priority, group, weight, strict=True)):
             if key in found:
@@ -246,24 +244,23 @@ class _Tier:
 
     def _hand_out(self, last: dict[int, list[_Last]], critical: dict[int, list[int]], spare: list[int]) -> list[int]:
         """Leave in `last` only the chunks that fit, in the order of their keys; returns the groups that close."""
-        tie = self._claims.tie
         contested = [each for g, rungs in last.items() if critical[g] for each in rungs if each[3]]
         common = lcm(*{rung.weight for rung, *_ in contested})
         queue = []
         for n, (rung, level, _, raised) in enumerate(contested):
             key = (level + rung.step) * (common // rung.weight)
-            queue += [(key, tie(i), i, n) for i in raised]
+            queue += [(key, i, n) for i in raised]
             raised.clear()
         queue.sort()
         limits = {u for rung, *_ in contested for u in critical[rung.group]}
         if len(limits) == 1 and len({rung.step for rung, *_ in contested}) == 1:
             # One capacity, one size: the first so many get theirs.
             fit = spare[limits.pop()] // contested[0][0].step
-            for _, _, i, n in queue[:fit]:
+            for _, i, n in queue[:fit]:
                 contested[n][3].append(i)
             return list({contested[n][0].group: None for *_, n in queue[fit:]})
         closed: dict[int, None] = {}
-        for _, _, i, n in queue:
+        for _, i, n in queue:
             rung, _, _, raised = contested[n]
             g = rung.group
             if g in closed:

@@ -86,8 +86,7 @@ def takers(draft: Draft) -> list[Taker]:
         seats = min(max(0, seats - on_gpus[i]), kept + droppable + on_host[i])
         if seats or kept or droppable:
             found.append(Taker(i, seats, kept, droppable, starved))
-    leases = draft.leases
-    found.sort(key=lambda t: (-leases[t.i].priority, leases[t.i].asked_at, leases[t.i].id))
+    found.sort(key=lambda taker: -draft.leases[taker.i].priority)
     return found
 
 

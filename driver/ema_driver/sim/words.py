@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from ema_driver import shared_memory
 from ema_driver.errors import ContextLost, InvalidUse
-from ema_driver.sim import linux, wire
+from ema_driver.sim import wire
 from ema_driver.sim.channel import Channel
 from ema_driver.sim.wire import ARMED, SLEPT
 
@@ -51,7 +52,7 @@ class SimWords:
         """Write the word, fence, wake."""
         self.check(index, value)
         self._words[index] = value
-        linux.wake(self._base + 4 * index)
+        shared_memory.wake(self._base + 4 * index)
         if self._words[ARMED]:
             self._ring()
 
@@ -65,10 +66,10 @@ class SimWords:
         for index in indices:
             words[index] = value
         # The first wake is the fence. A thread that marks the page after it finds the new values before it sleeps.
-        linux.wake(self._base + 4 * indices[0])
+        shared_memory.wake(self._base + 4 * indices[0])
         if words[SLEPT]:
             for index in indices[1:]:
-                linux.wake(self._base + 4 * index)
+                shared_memory.wake(self._base + 4 * index)
         if words[ARMED]:
             self._ring()
 
@@ -86,7 +87,7 @@ class SimWords:
             left = end - time.monotonic()
             if left <= 0:
                 return False
-            linux.sleep_on(address, now, min(left, _RECHECK))
+            shared_memory.sleep_on(address, now, min(left, _RECHECK))
         return True
 
     def fileno(self) -> int:
