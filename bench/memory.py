@@ -19,10 +19,12 @@ from server import Server, cpu_seconds, resident
 
 from ema_core import wire
 
-LEASES = 1000
+LEASES = int(os.environ.get("N", "1000"))
 PROCESSES = 4
 CHUNK = 4096
 GPUS = 8
+BORROWING = 4
+"""The first of them have the clients; nobody runs on the others, so they lend."""
 REST = 5.0
 """Seconds of rest that are looked at."""
 FDS = wire.MAX_DESCRIPTORS * struct.calcsize("i")
@@ -42,7 +44,7 @@ def borrow(path: str, first: int, count: int, line: Connection) -> None:
     for number in range(first, first + count):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.connect(path)
-        sock.send(wire.encode(wire.Hello(wire.VERSION, gpu=str(number % GPUS), name=f"client-{number}")))
+        sock.send(wire.encode(wire.Hello(wire.VERSION, gpu=str(number % BORROWING), name=f"client-{number}")))
         welcome = receive(sock)
         assert isinstance(welcome, wire.Welcome), welcome
         sock.send(wire.encode(wire.GrowRegion(1, 0, CHUNK, droppable=False, timeout=30.0)))

@@ -234,7 +234,11 @@ def clean(server: Server, doing: str) -> list[Row]:
             lender.idle()
     lender.close()
     alone.close()
-    name = {"idle": "borrower idle", "running": "borrower running programs", "queued": "borrower stopped, copies queued"}
+    name = {
+        "idle": "borrower idle",
+        "running": "borrower running programs",
+        "queued": "borrower stopped, copies queued",
+    }
     own = median(driver)
     prefix = f"clean, {name[doing]}: "
     return [

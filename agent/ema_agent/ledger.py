@@ -97,12 +97,15 @@ class Region:
     holes: set[int] = field(default_factory=set)
     """Indices that were dropped and asked for again in vain: nobody wants them until they are asked for anew."""
 
+    def lacks(self, index: int) -> bool:
+        """Whether an index waits for a grant."""
+        wanted = 0 <= index < len(self.chunks) and self.chunks[index] is None
+        return wanted and index not in self.promised and index not in self.holes
+
     @property
     def missing(self) -> list[int]:
         """Indices that wait for a grant."""
-        return [
-            i for i, c in enumerate(self.chunks) if c is None and i not in self.promised and i not in self.holes
-        ]
+        return [i for i, c in enumerate(self.chunks) if c is None and i not in self.promised and i not in self.holes]
 
 
 @dataclass(slots=True, eq=False)
@@ -231,7 +234,7 @@ class Ledger:
 
     def promise(self, lease: Lease, region: Region, index: int, place: Place) -> None:
         """Grant a wanted index at a place, before its memory is made. Raises LedgerError if it is not missing."""
-        if index not in region.missing:
+        if not region.lacks(index):
             raise LedgerError(f"region {region.number} of {lease.id} waits for nothing at index {index}")
         region.promised[index] = place
         self._count(lease, place, 2 if region.droppable else 1, lease.chunk)

@@ -5,11 +5,12 @@ copies are issued during the current step. Starting one is a look-up, two word a
 allocated, nothing is mapped and nothing is done per chunk.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ema_agent.ledger import Chunk, Lease, State
 from ema_core import wire
+from ema_core.ids import Place
 from ema_core.wire import CopyStep, Kinds
 from ema_driver.protocol import Address, Copy, Graph, Handle, Op, Stream, Wait, Words, Write
 

@@ -25,7 +25,7 @@ from ema_agent.steward import Steward
 from ema_core import wire
 from ema_core.wire import Kinds
 from ema_driver.errors import DriverError, InvalidUse
-from ema_driver.protocol import MemoryDriver, Stream, Words
+from ema_driver.protocol import MemoryDriver, Stream
 
 PENDING: Final = 64
 """Requests that one client may have unanswered."""
@@ -244,8 +244,12 @@ class Session:
                 graph.close()
         for stream in copies.streams.values():
             await steward.in_thread(stream.close)
-        await self.regions.free(list(lease.chunks()), certain=True)
+        while self._in_motion():
+            await asyncio.sleep(PAUSE)
+        # Nothing is wanted any more from here on: what is given back must not be granted anew.
+        chunks = list(lease.chunks())
         lease.regions.clear()
+        await self.regions.free(chunks, certain=True)
         steward.backing.forget_scratch(lease.id)
         for window in list(copies.windows.values()):
             self._unmap(window)
