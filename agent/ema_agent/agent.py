@@ -83,7 +83,7 @@ class Agent:
         self.lanes = Lanes(cap, time.monotonic, loop.call_later)
         self.cleaner = Cleaner(self.steward, cap)
         self.watch = Watch(driver, self.node, self._fresh, self.fail)
-        self.steward.freed = self.watch.look_now
+        self.steward.held_changed = self.watch.look_now
 
     # --- life ---
 

@@ -75,6 +75,11 @@ class Node:
             for p in places:
                 self._ended[p] += 1
 
+    @property
+    def lends(self) -> bool:
+        """Whether anything of ours is on a GPU."""
+        return any(self.ours.get(gpu) for gpu in self.devices)
+
     def used(self, gpu: GpuId) -> int:
         """Bytes of the GPU that anybody but us uses or was promised."""
         return self._used.get(gpu, 0) + self.promised[gpu]

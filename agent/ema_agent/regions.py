@@ -145,7 +145,7 @@ class Regions:
             await steward.in_thread(steward.backing.give_back, chunks, self._lease.id)
             for c in held:
                 steward.node.ours[c.place] -= c.size
-        steward.freed()
+        steward.held_changed()
         steward.wake()
 
     # --- inside ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ema_core.api import MemoryPool
 from ema_core.errors import InvalidInput
 from ema_driver.protocol import MemoryDriver
 
-PUBLISH = 0.25
+PUBLISH = 1.0
 """Seconds between two snapshots for the metrics."""
 
 

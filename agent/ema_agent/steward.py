@@ -82,8 +82,8 @@ class Steward:
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="ema-move")
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaving: dict[Place, set[asyncio.Task[None]]] = defaultdict(set)
-        self.freed: Callable[[], None] = lambda: None
-        """Called when bytes were given back, so that memory is read again at once."""
+        self.held_changed: Callable[[], None] = lambda: None
+        """Called when bytes were taken or given back, from any thread, so that memory is read again at once."""
         self.passed_over = False
         """The last plan wanted chunks that a worker thread was copying just then: plan again when that ends."""
         self.due = INF
@@ -197,7 +197,7 @@ class Steward:
         free_from = time.monotonic()
         if true:
             free_from = backing.vacate(true)
-            self.freed()
+            self.held_changed()
             backing.to_twin(true)
         backing.gates.open([c.gate for c in chunks])
         return true, untrue, free_from
@@ -334,8 +334,7 @@ class Steward:
 
     def _held(self, place: Place, size: int) -> None:
         self.node.ours[place] += size
-        if size < 0:
-            self.freed()
+        self.held_changed()
 
     def _record(self, move: Move, chunks: Sequence[Chunk], seconds: float, *, clean: bool) -> None:
         if chunks and move.cause is not Cause.PROMOTE:

@@ -15,7 +15,9 @@ from ema_driver.errors import ContextLost, DriverError
 from ema_driver.protocol import MemoryDriver
 
 PERIOD: Final = 0.005
-"""Seconds between two readings."""
+"""Seconds between two readings while something is lent or waited for."""
+REST: Final = 0.05
+"""Seconds between two readings while there is nothing to guard."""
 OLD: Final = 1.0
 """Seconds after which a reading is too old to grant anything by."""
 
@@ -60,7 +62,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop:
-            asked = self._look.wait(PERIOD)
+            asked = self._look.wait(PERIOD if self._wanted or self._node.lends else REST)
             self._look.clear()
             quiet = self._node.quiet()
             try:
