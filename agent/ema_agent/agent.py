@@ -165,7 +165,7 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             now = time.monotonic()
-            for session in [s for s in self.sessions.values() if s.waits]:
+            for session in [s for s in self.sessions.values() if s.regions.waiters or s.share.waiters]:
                 session.look(now)
             if self._changed or now >= self.steward.due:
                 self._changed = False

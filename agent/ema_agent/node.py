@@ -34,6 +34,8 @@ class Node:
         """Bytes that shares were promised and have not mapped yet."""
         self.withheld: dict[GpuId, int] = defaultdict(int)
         """Clients per GPU that have not opted in to lend it: start-up checks would take lent bytes for used ones."""
+        self.doubted: set[Place] = set()
+        """GPUs that had less room than we thought: nothing more goes there before their memory has been read again."""
         self._begun: dict[Place, int] = defaultdict(int)
         self._ended: dict[Place, int] = defaultdict(int)
         self._used: dict[GpuId, int] = {}
@@ -57,6 +59,7 @@ class Node:
             self.skipped.pop(gpu, None)
             if quiet.get(gpu) == self._begun[gpu]:
                 self._used[gpu] = max(0, info.used - self.ours[gpu])
+                self.doubted.discard(gpu)
 
     def observe(self) -> None:
         """Read memory of all places, on this thread."""
@@ -74,6 +77,11 @@ class Node:
         finally:
             for p in places:
                 self._ended[p] += 1
+
+    def doubt(self, place: Place) -> None:
+        """Memory was not to be had there. Trying again at once would keep the place from ever being quiet."""
+        if place in self.devices:
+            self.doubted.add(place)
 
     @property
     def lends(self) -> bool:

@@ -197,11 +197,6 @@ class Session:
         self.stepped += message.stepped
         self.steps += message.steps
 
-    @property
-    def waits(self) -> bool:
-        """Whether a request of this client waits for memory."""
-        return bool(self.regions.waiters or self.share.waiters)
-
     def look(self, now: float) -> None:
         """From time to time while a request waits, and when memory was read."""
         self.regions.look(now)

@@ -149,6 +149,8 @@ class Steward:
     def _start_moves(self, moves: Iterable[Move], now: float) -> None:
         self.passed_over = False
         for move in moves:
+            if move.target in self.node.doubted:
+                continue
             chunks = self.ledger.pick(move.lease, move.source, move.size, droppable=move.droppable)
             self.passed_over |= sum(c.size for c in chunks) < move.size
             if not chunks:
@@ -218,6 +220,7 @@ class Steward:
             if isinstance(error, Stuck):
                 self.node.barred[source, move.target] = str(error)
                 self.node.paths.pop((source, move.target), None)
+            self.node.doubt(move.target)
             # The target filled up or went away under us. The bytes are where they were; the next plan sees that.
             self._arrived(batch, State.HOST if source == HOST else State.DIRTY, source)
             self.wake()
@@ -279,7 +282,7 @@ class Steward:
     def _start_grants(self, grants: Iterable[Grant], now: float) -> None:
         for grant in grants:
             lease = self.ledger.leases.get(grant.lease)
-            if lease is None:
+            if lease is None or grant.place in self.node.doubted:
                 continue
             count = grant.size // lease.chunk
             wanted = [w for w, _ in zip(lease.missing(droppable=grant.droppable), range(count), strict=False)]
@@ -298,6 +301,7 @@ class Steward:
                 fresh = await self.in_thread(self.backing.fresh, place, lease.chunk, len(wanted))
                 self._held(place, lease.chunk * len(wanted))
         except DriverError:
+            self.node.doubt(place)
             for region, index in wanted:
                 self.ledger.withdraw(lease, region, index)
             self.wake()
