@@ -19,7 +19,7 @@ from server import Server, cpu_seconds, resident
 
 from ema_core import wire
 
-LEASES = int(os.environ.get("N", "1000"))
+LEASES = 1000
 PROCESSES = 4
 CHUNK = 4096
 GPUS = 8
@@ -119,6 +119,7 @@ def main() -> int:
         plain(f"plans made in the {REST + 2:g} s after", last["plans"] - after["plans"], ""),
         plain("until all had been given back after they left", ending, "s"),
         at_most(0, "bytes lent at the end", left, "B"),
+        plain("processes that wanted a core at the end (load average)", os.getloadavg()[0], ""),
     ]
     return finish(record("memory", f"The agent beside {LEASES} leases", rows))
 

@@ -1,6 +1,7 @@
 """What a benchmark keeps: one schema for every file in `bench/results/`, which `report.py` turns into a page."""
 
 import argparse
+import math
 import os
 import platform
 import sys
@@ -104,4 +105,4 @@ def machine() -> str:
 def percentile(values: list[float], percent: float) -> float:
     """The smallest value that `percent` per cent of all do not exceed."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -(-len(ordered) * percent // 100) - 1).__int__())]
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
