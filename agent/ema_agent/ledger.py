@@ -49,7 +49,7 @@ ALLOWED: dict[State, frozenset[State]] = {
 }
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Chunk:
     """One chunk: a stable address, and the memory behind it."""
 
@@ -77,7 +77,7 @@ class Chunk:
         return self.region.droppable
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Region:
     """A borrower's range of bytes: chunk `i` holds the bytes from `i × chunk size` on."""
 
@@ -100,7 +100,7 @@ class Region:
         ]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Lease:
     """One borrower's account."""
 

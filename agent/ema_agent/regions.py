@@ -171,12 +171,16 @@ class Regions:
         text = f"{short} bytes were not to be had in time; place {position} in the queue"
         raise Refusal(Kinds.FULL, text, position=position)
 
-    async def _alone(self, region: Region, work: Coroutine[Any, Any, T]) -> T:
+    def _alone(self, region: Region, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         self._changing.add(region.number)
-        try:
-            return await work
-        finally:
-            self._changing.discard(region.number)
+
+        async def alone() -> T:
+            try:
+                return await work
+            finally:
+                self._changing.discard(region.number)
+
+        return alone()
 
     async def _cut(self, region: Region, count: int) -> int:
         await self._until_idle([c for c in region.chunks[count:] if c is not None])

@@ -232,6 +232,7 @@ class Session:
             self.closing = True
             self._lanes.forget(self.lease.id)
             self._ending = asyncio.get_running_loop().create_task(self._end())
+            self._ending.add_done_callback(lambda task: task.result())  # a fault of ours is heard of at once
 
     async def _end(self) -> None:
         steward, copies, lease = self._steward, self.copies, self.lease
@@ -249,8 +250,12 @@ class Session:
                 graph.close()
         for stream in copies.streams.values():
             await steward.in_thread(stream.close)
-        await self.regions.free(list(lease.chunks()), certain=True)
+        while self._in_motion():
+            await asyncio.sleep(PAUSE)
+        # Regions first, with no wait in between: what a lease still wants is granted to it again.
+        chunks = list(lease.chunks())
         lease.regions.clear()
+        await self.regions.free(chunks, certain=True)
         steward.backing.forget_scratch(lease.id)
         for window in list(copies.windows.values()):
             self._unmap(window)
