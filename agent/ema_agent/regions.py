@@ -11,6 +11,7 @@ from ema_agent.programs import Copies, Refusal
 from ema_agent.steward import Steward
 from ema_core import wire
 from ema_core.wire import Kinds
+from ema_driver.errors import DriverError
 
 PATIENCE: Final = 10.0
 """Seconds that runs under way may take before a region is not cut."""
@@ -69,11 +70,12 @@ class Regions:
         region = self._region(message.region)
         self._settled(region)
         deadline = self._deadline(message.timeout)
-        gone = [c for c in region.chunks if c is not None and c.state is State.DROPPED]
-        self._may_want(len(gone))
+        self._may_want(len(region.gone))
 
         async def work() -> None:
             await self._until_idle()
+            gone = [c for c in region.chunks if c is not None and c.state is State.DROPPED]
+            region.given_up.clear()
             await self.free(gone)
             self._wait(Waiter(message.id, region, len(region.chunks), deadline))
 
@@ -94,7 +96,7 @@ class Regions:
     def ask_dropped(self, message: wire.AskDropped) -> None:
         """Say which chunks are gone, in pages."""
         region = self._region(message.region)
-        gone = [i for i, c in enumerate(region.chunks) if c is not None and c.state is State.DROPPED]
+        gone = region.gone
         for first in range(0, max(1, len(gone)), DROPPED_PAGE):
             page = gone[first : first + DROPPED_PAGE]
             self._line.send(wire.Dropped(message.id, region.number, page, first + DROPPED_PAGE < len(gone)))
@@ -122,21 +124,33 @@ class Regions:
                 self._line.tell(wire.Queued(waiter.request, position, max(0.0, waiter.deadline - now)))
 
     async def free(self, chunks: list[Chunk], *, certain: bool = False) -> None:
-        """Give chunks back that no queued copy names any more; `certain` when no copy can be under way either."""
+        """Give chunks back that no queued copy names any more.
+
+        `certain` when no copy can be under way either and nobody else touches them (they are `busy` for the caller).
+        Raises Held if a copy under way does not end; then nothing was given back.
+        """
         steward = self._steward
-        while any(c.busy or c.state is State.MOVING for c in chunks):
-            await asyncio.sleep(PAUSE)
         if not chunks:
             return
+        if not certain:
+            while any(c.busy or c.state is State.MOVING for c in chunks):
+                self._still_there()
+                await asyncio.sleep(PAUSE)
+            for c in chunks:
+                c.busy = True
+            try:
+                await steward.in_thread(steward.backing.take, chunks)
+            except DriverError:
+                for c in chunks:
+                    c.busy = False
+                raise
         held = [c for c in chunks if c.state not in (State.DROPPED, State.LOST)]
         with steward.node.changing({c.place for c in held}):
             for c in chunks:
                 steward.ledger.free(c)
-            if not certain:
-                await steward.in_thread(steward.backing.take, chunks)
             await steward.in_thread(steward.backing.give_back, chunks, self._lease.id)
             for c in held:
-                steward.node.ours[c.place] -= c.size
+                steward.node.held(c.place, -c.size)
         steward.freed()
         steward.wake()
 
@@ -159,10 +173,15 @@ class Regions:
         await self._until_idle()
         for index in [i for i in region.promised if i >= count]:
             self._steward.ledger.withdraw(self._lease, region, index)
-        gone = [c for c in region.chunks[count:] if c is not None]
+        # Nobody waits for these any more. What a renewal asked for in vain stays gone until it is asked for again.
+        region.given_up.update(region.missing, range(count, len(region.chunks)))
+        try:
+            await self.free([c for c in region.chunks[count:] if c is not None])
+        except (DriverError, Refusal):
+            region.given_up = {i for i in region.given_up if region.chunks[i] is None}
+            raise
         del region.chunks[count:]
-        # What a renewal asked for in vain stays gone: a hole that no copy may name.
-        await self.free(gone)
+        region.given_up = {i for i in region.given_up if i < count}
         if not region.chunks:
             self._lease.regions.pop(region.number, None)
         self._steward.wake()
@@ -171,9 +190,15 @@ class Regions:
     async def _until_idle(self) -> None:
         deadline = time.monotonic() + PATIENCE
         while self._copies.busy():
+            self._still_there()
             if time.monotonic() > deadline:
                 raise Refusal(Kinds.IN_USE, "a run under way does not end: hand its slots over first")
             await asyncio.sleep(PAUSE)
+
+    def _still_there(self) -> None:
+        """Work for a client that is gone ends here: the end of its session gives everything back."""
+        if self._lease.closing:
+            raise Refusal(Kinds.GONE, "the client is gone")
 
     def _settled(self, region: Region) -> None:
         if any(w.region is region for w in self.waiters):

@@ -9,6 +9,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -24,7 +25,7 @@ from ema_agent.steward import Steward
 from ema_core import wire
 from ema_core.ids import Place
 from ema_core.wire import Kinds
-from ema_driver.errors import DriverError, InvalidUse
+from ema_driver.errors import DriverError, InvalidUse, OutOfMemory
 from ema_driver.protocol import MemoryDriver, Stream, Words
 
 PENDING: Final = 64
@@ -54,10 +55,10 @@ class Session:
         self.steps = 0
         self._driver, self._steward, self._lanes, self._ended = driver, steward, lanes, ended
         self.line = Line(connection)
+        fetch, store = driver.stream(lease.gpu), driver.stream(lease.gpu)  # first: these may be refused
         self.shared: Words = driver.words(wire.MAX_SLOTS * wire.SLOT_WORDS)
         self.notice: Words = driver.words(wire.NOTICE_WORDS)
         self._private: Words = driver.words(wire.RUN_WORDS)
-        fetch, store = driver.stream(lease.gpu), driver.stream(lease.gpu)
         self.copies = Copies(lease, fetch, store, shared=self.shared, notice=self.notice, private=self._private)
         self.regions = Regions(lease, steward, self.copies, self.line)
         self.share = OwnShare(lease.gpu, steward.node, self.line)
@@ -215,9 +216,10 @@ class Session:
     def disconnected(self, _why: str) -> None:
         """The connection is gone: give everything back, whatever was queued."""
         if not self.closing:
-            self.closing = True
+            self.closing = self.lease.closing = True
             self._lanes.forget(self.lease.id)
             self._ending = asyncio.get_running_loop().create_task(self._end())
+            self._ending.add_done_callback(self._steward.done)
 
     async def _end(self) -> None:
         steward, copies, lease = self._steward, self.copies, self.lease
@@ -225,9 +227,13 @@ class Session:
         self.share.end()
         while self._in_motion():
             await asyncio.sleep(PAUSE)
+        # From here on every gate is opened for good, so no plan may take a chunk of this lease any more.
+        for c in lease.chunks():
+            c.busy = True
         lost = [c for c in lease.chunks() if c.state is State.LOST]
         if lost:
-            await steward.in_thread(steward.backing.to_scratch, lost, lease.id)
+            with suppress(OutOfMemory):  # without scratch memory for them their copies are dropped with the stream
+                await steward.in_thread(steward.backing.to_scratch, lost, lease.id)
         await steward.in_thread(self._let_pass)
         await self.line.hang_up()
         for program in copies.programs.values():
