@@ -60,7 +60,7 @@ def pool(
     reclaim: Part | None = None,
     borrowing: Part | None = None,
 ) -> MemoryPool:
-    """A pool in which bytes move at once: headroom of 2 MiB, no hysteresis, no minHold. Parts of it as in YAML."""
+    """A pool in which bytes move at once: headroom of 2 MiB, no hysteresis, no minHold."""
     lent = {"maxPerGPU": "90%", "headroom": "2Mi", "hysteresis": "0", **(lending or {})}
     taken = {"hostMemory": "256Mi", "minHold": "0s", **(reclaim or {})}
     body = {"chunkSize": chunk, "lending": lent, "reclaim": taken, "borrowing": borrowing or {}}

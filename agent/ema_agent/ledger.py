@@ -44,7 +44,7 @@ ALLOWED: dict[State, frozenset[State]] = {
     State.CLEAN: frozenset({State.DIRTY, State.MOVING, State.LOST}),
     State.HOST: frozenset({State.MOVING}),
     State.MOVING: frozenset({State.DIRTY, State.CLEAN, State.HOST, State.DROPPED, State.LOST}),
-    State.DROPPED: frozenset({State.MOVING}),
+    State.DROPPED: frozenset(),
     State.LOST: frozenset(),
 }
 
