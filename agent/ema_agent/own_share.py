@@ -68,8 +68,9 @@ class OwnShare:
         """A new reading of memory has come, or time has passed."""
         free = self._node.free(self._gpu)
         for waiter in list(self.waiters):
-            # Another client's promise on this GPU comes out of the same free bytes.
-            if free >= self._node.promised[self._gpu]:
+            # Another client's promise on this GPU comes out of the same free bytes. A reading from before a grant was
+            # made would count bytes that are gone by now.
+            if self._node.quiet_now(self._gpu) and free >= self._node.promised[self._gpu]:
                 self.waiters.remove(waiter)
                 self._line.send(wire.Done(waiter.request, waiter.size))
             elif now >= waiter.deadline:
