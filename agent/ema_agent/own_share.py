@@ -1,7 +1,7 @@
 """The lender's side of a session: the client's own GPU gives its memory back before the client takes it.
 
-A GPU that a client runs on lends only once the client has opted in by a share: others look at free memory when they start,
-and would see lent bytes as used.
+A GPU that a client runs on lends only once the client has opted in by a share: others look at free memory when they
+start, and would see lent bytes as used.
 """
 
 import time
