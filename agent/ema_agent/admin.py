@@ -66,7 +66,10 @@ class Admin:
         except InvalidInput as refused:
             return {"ok": False, "errors": [_plain(e.field, e.value, e.expected) for e in refused.errors]}
         except DriverError as error:
-            return {"ok": False, "errors": [_plain("driver", self._agent.driver.name, f"to do it; it refused: {error}")]}
+            return {
+                "ok": False,
+                "errors": [_plain("driver", self._agent.driver.name, f"to do it; it refused: {error}")],
+            }
 
     @staticmethod
     def _read(line: bytes) -> object:
