@@ -82,6 +82,7 @@ class Regions:
         async def work() -> None:
             chunks = [c for i in gone if (c := region.chunks[i]) is not None]
             await self._until_idle(chunks)
+            region.holes.update(gone)  # from here on no run can name them
             await self.free(chunks)
             region.holes.clear()
             self._wait(Waiter(message.id, region, len(region.chunks), deadline, frozenset(gone)))
