@@ -39,6 +39,7 @@ class Cleaner:
                 await asyncio.sleep(LOOK)
             for chunk in work:
                 await self._clean(chunk)
+            await asyncio.sleep(0)  # all of them may have been given back meanwhile
 
     def _look(self) -> None:
         """Chunks that a store made dirty since they were cleaned."""
@@ -55,7 +56,7 @@ class Cleaner:
         ready = [
             c
             for c in self._steward.ledger.chunks()
-            if c.state is State.DIRTY and not c.droppable and self._retry.get(c.id, (0.0, 0.0))[0] <= now
+            if c.state is State.DIRTY and not c.droppable and not c.busy and self._retry.get(c.id, (0.0, 0.0))[0] <= now
         ]
         ready.sort(key=lambda c: (c.last_used, c.id))
         return ready[:16]

@@ -225,14 +225,14 @@ class Pool:
     # --- copies ---
 
     def run(self, steps: list[CopyStep], *, store: bool) -> Ticket:
-        """Send copies that are no program. Raises AgentLost, DataLost, Reclaimed (a store to dropped bytes)."""
+        """Send copies that are no program. Raises AgentLost, DataLost, Reclaimed (of bytes that are known dropped)."""
         for step in steps:
             region = self._regions.get(step.region)
             if region is None or not region.droppable:
                 continue
-            if store:
-                self._check_dropped(region, step.at, step.size)
-            else:
+            self._check_dropped(region, step.at, step.size)
+            if not store:
+                # It may be dropped before the copy is made: looked at again when the slot is waited for.
                 self._fetched[step.slot] = (region, step.at, step.size)
         with self._runs:
             self.check_alive()
