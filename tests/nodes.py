@@ -245,7 +245,7 @@ class Borrower:
 
     def __init__(self, socket: str, gpu: str) -> None:
         command = [sys.executable, str(Path(__file__).parent / "borrower.py"), socket, gpu]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def tell(self, do: str, *values: object) -> None:
         """Ask for something without waiting for the answer."""

@@ -274,9 +274,9 @@ class Agent:
             first = refused.errors[0]
             connection.refuse_and_close(first.field, str(first.value), first.expected)
             return
-        except DriverError as error:
-            connection.send(wire.Refused(0, Kinds.INTERNAL, f"the driver refused: {error}"))
-            connection.close("the driver refused")
+        except (DriverError, OSError) as error:  # OSError: this process has no descriptor left
+            connection.send(wire.Refused(0, Kinds.INTERNAL, f"no place for another client: {error}"))
+            connection.close("no place for another client")
             return
         guest.receive, guest.ended = session.received, session.disconnected
 
@@ -286,6 +286,7 @@ class Agent:
         session = Session(self.driver, self.steward, self.lanes, lease=lease, connection=connection, ended=self._ended)
         self.ledger.open_lease(lease)
         self.sessions[lease.id] = session
+        self.steward.wake()  # its GPU lends no more until it opts in
         try:
             message, fds, own = welcome(session, self.driver, self.node)
         except DriverError:
@@ -335,9 +336,9 @@ class Agent:
 
     def dropped(self, lease: Lease, region: Region, chunks: Sequence[int]) -> None:
         """Write the client's notice word, then tell it."""
-        region.drops += 1
+        drops = lease.drops[region.number] = lease.drops.get(region.number, 0) + 1
         if (session := self.sessions.get(lease.id)) is not None:
-            session.notice.store(wire.NOTICE_REGIONS + region.number, region.drops & 0xFFFFFFFF)
+            session.notice.store(wire.NOTICE_REGIONS + region.number, drops & 0xFFFFFFFF)
             session.line.tell(wire.Dropped(0, region.number, list(chunks[:1024])))
 
     def lost(self, lease: Lease, region: Region, chunks: Sequence[int], cause: str) -> None:

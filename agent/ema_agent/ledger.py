@@ -92,22 +92,22 @@ class Region:
     """None: wanted and not there yet."""
     promised: dict[int, Place] = field(default_factory=dict)
     """Indices that were granted and whose memory is being made, and where."""
-    drops: int = 0
-    """How often chunks of it were dropped, as its notice word tells the client."""
-    given_up: set[int] = field(default_factory=set)
-    """Indices without memory that nobody waits for: dropped, and renewed in vain."""
+    usable: int = 0
+    """Chunks that the client was told of: copies may name these."""
+    holes: set[int] = field(default_factory=set)
+    """Indices that were dropped and asked for again in vain: nobody wants them until they are asked for anew."""
 
     @property
     def missing(self) -> list[int]:
         """Indices that wait for a grant."""
-        away = self.given_up
-        return [i for i, c in enumerate(self.chunks) if c is None and i not in self.promised and i not in away]
+        holes = self.holes
+        return [i for i, c in enumerate(self.chunks) if c is None and i not in self.promised and i not in holes]
 
     @property
     def gone(self) -> list[int]:
         """Indices whose bytes were dropped and not renewed."""
-        away = self.given_up
-        return [i for i, c in enumerate(self.chunks) if i in away or (c is not None and c.state is State.DROPPED)]
+        holes = self.holes
+        return [i for i, c in enumerate(self.chunks) if i in holes or (c is not None and c.state is State.DROPPED)]
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +132,9 @@ class Lease:
     """Its borrower is gone: it waits for nothing any more."""
     held: dict[Place, list[int]] = field(default_factory=dict)
     """Place → bytes [clean, dirty, droppable]."""
+    drops: dict[int, int] = field(default_factory=dict)
+    """Region number → how often chunks were dropped, as its notice word says: never the same twice, whatever region
+    has the number."""
     recent: dict[int, tuple[float, list["Chunk"]]] = field(default_factory=dict)
     """Program → when it last started and the chunks it copies; read when victims are picked, not on a step's path."""
 

@@ -48,6 +48,8 @@ class Node:
         self._unseen: dict[GpuId, Unseen] = {}
         self.promised: dict[GpuId, int] = defaultdict(int)
         """Bytes that shares were promised and have not mapped yet."""
+        self.withheld: dict[GpuId, int] = defaultdict(int)
+        """Clients per GPU that have not opted in to lend it: start-up checks would take lent bytes for used ones."""
         self._begun: dict[Place, int] = defaultdict(int)
         self._ended: dict[Place, int] = defaultdict(int)
         self._used: dict[GpuId, int] = {}
@@ -134,8 +136,8 @@ class Node:
             info = self.memory.get(gpu)
             if info is None:
                 continue
-            healthy = gpu not in self.unhealthy
-            found.append(Gpu(gpu, info.total, info.reserved, self.used(gpu), lends=True, healthy=healthy))
+            lends, healthy = not self.withheld[gpu], gpu not in self.unhealthy
+            found.append(Gpu(gpu, info.total, info.reserved, self.used(gpu), lends=lends, healthy=healthy))
         return tuple(found)
 
     def rate(self, source: Place, target: Place) -> int:

@@ -50,18 +50,22 @@ class Slot:
         """Whether the slot holds bytes now."""
         return self._pool.shared.load(self._word + wire.SLOT_FLAG) == wire.FULL
 
-    def wait(self, timeout: float | None = None) -> memoryview | None:
+    def wait(self, timeout: float | None = None, *, needed_at: float = 0.0) -> memoryview | None:
         """Wait until a fetch has filled the slot; its view, or None where there is none. The waiting is measured.
 
-        Raises TimedOut, AgentLost, DataLost, and Reclaimed if what was fetched had been dropped.
+        Who has other work to do until `needed_at` (of `time.monotonic`) is exposed to waiting only from then on. Raises
+        TimedOut, AgentLost, DataLost, and Reclaimed if what was fetched had been dropped.
         """
-        self._until(wire.FULL, timeout)
+        self._until(wire.FULL, timeout, needed_at)
         self._pool.check_fetched(self.number)
         return self._view
 
-    def wait_empty(self, timeout: float | None = None) -> memoryview | None:
-        """Wait until the slot is free to be written, as after a store. Raises TimedOut, AgentLost, DataLost."""
-        self._until(wire.EMPTY, timeout)
+    def wait_empty(self, timeout: float | None = None, *, needed_at: float = 0.0) -> memoryview | None:
+        """Wait until the slot is free to be written, as after a store; `needed_at` as in `wait`.
+
+        Raises TimedOut, AgentLost, DataLost.
+        """
+        self._until(wire.EMPTY, timeout, needed_at)
         return self._view
 
     def release(self) -> None:
@@ -81,7 +85,7 @@ class Slot:
         shared.store(self._word + wire.SLOT_USED, shared.load(self._word + wire.SLOT_COPIED))
         shared.store(self._word + wire.SLOT_FLAG, value)
 
-    def _until(self, value: int, timeout: float | None) -> None:
+    def _until(self, value: int, timeout: float | None, needed_at: float) -> None:
         word = self._word + wire.SLOT_FLAG
         if self._pool.shared.load(word) == value:
             return
@@ -96,7 +100,7 @@ class Slot:
                 if end is not None and time.monotonic() >= end:
                     raise errors.TimedOut(f"slot {self.number} was not handed over in {timeout} s")
         finally:
-            self._pool.waited(time.monotonic() - began)
+            self._pool.waited(max(0.0, time.monotonic() - max(began, needed_at)))
 
 
 class Window:

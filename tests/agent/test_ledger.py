@@ -202,7 +202,7 @@ def test_what_was_renewed_in_vain_is_neither_wanted_nor_there() -> None:
     ledger, entry = Ledger(), lease()
     ledger.open_lease(entry)
     region = entry.regions[0] = Region(0, droppable=True, chunks=[None] * 3)
-    region.given_up.add(1)
+    region.holes.add(1)
     assert region.missing == [0, 2]
     assert region.gone == [1]
     assert entry.wanted(droppable=True) == 2 * CHUNK

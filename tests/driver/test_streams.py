@@ -280,6 +280,19 @@ def test_a_closed_stream_drops_what_is_queued(driver: MemoryDriver, gpus: list[G
         driver.stream(GpuId(Place("GPU-of-nobody")))
 
 
+def test_a_stream_can_be_closed_in_the_middle_of_its_operations(driver: MemoryDriver, gpus: list[GpuId]) -> None:
+    page = driver.words(4)
+    for _ in range(5):
+        stream = driver.stream(gpus[0])
+        stream.enqueue([Write(page, 1, 1), *(Write(page, 0, i) for i in range(30_000))])
+        assert page.wait(1, 1, 5)
+        stream.close()
+        reached = page.load(0)
+        assert not page.wait(0, 29_999, 0.01)
+        assert page.load(0) == reached
+        page.fill([0, 1], 0)
+
+
 def test_what_is_closed_or_of_another_session_cannot_be_used_and_costs_nothing(
     backend: Backend, driver: MemoryDriver, gpus: list[GpuId]
 ) -> None:

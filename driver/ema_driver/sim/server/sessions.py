@@ -235,26 +235,22 @@ class Session(Connection):
 
     def open(self, call: wire.Open, _: Sequence[int]) -> None:
         """Descriptors of what is mapped in a range, for access from the session's own process."""
-        pieces: list[tuple[int, int]] = []
+        parts = self._run.space.parts(call.address, call.size)
+        if len(parts) > wire.MAX_FDS:
+            raise InvalidUse(
+                f"the range has {len(parts)} mappings, {wire.MAX_FDS} can be had at once; ask for less of it"
+            )
         fds: list[int] = []
-        at, end = call.address, call.address + call.size
         try:
-            while at < end:
-                part = self._run.space.find(at)
-                if part is None:
-                    raise InvalidUse(f"nothing is mapped at {at:#x}")
+            for part, _offset, _size in parts:
                 if part.allocation.lost:
                     raise lost(GpuId(part.allocation.place))
-                if len(fds) == wire.MAX_FDS:
-                    raise InvalidUse(f"the range has more than {wire.MAX_FDS} mappings; ask for less of it")
                 fds.append(part.allocation.export())
-                pieces.append((at - part.address, min(end, part.end) - at))
-                at = part.end
         except (DriverError, OSError):
             for fd in fds:
                 os.close(fd)
             raise
-        self.reply(call.seq, pieces, fds)
+        self.reply(call.seq, [(offset, size) for _, offset, size in parts], fds)
 
     def register_page(self, call: wire.RegisterPage, fds: Sequence[int]) -> None:
         """Pages are not counted as memory of any place."""

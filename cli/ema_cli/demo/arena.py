@@ -1,0 +1,94 @@
+"""Where bytes lie: extents of a linear space that grows and shrinks at its end."""
+
+from bisect import insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Extent:
+    """`size` bytes from `at` on."""
+
+    at: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.at + self.size
+
+
+class Arena:
+    """Free and taken parts of `size` bytes."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._free: list[Extent] = []  # sorted, never touching each other
+
+    @property
+    def free(self) -> int:
+        """Bytes."""
+        return sum(extent.size for extent in self._free)
+
+    def resize(self, size: int) -> None:
+        """Make it `size` bytes; what goes must be free."""
+        if size > self.size:
+            grown = Extent(self.size, size - self.size)
+            self.size = size
+            self.give([grown])
+            return
+        kept = [Extent(e.at, min(e.end, size) - e.at) for e in self._free if e.at < size]
+        if self.free - sum(e.size for e in kept) != self.size - size:
+            raise ValueError(f"bytes beyond {size} of {self.size} are taken")
+        self._free, self.size = kept, size
+
+    def take(self, size: int, below: int | None = None) -> list[Extent]:
+        """Take `size` bytes (before `below`): the first free part that holds all, else the lowest parts.
+
+        Empty, and nothing is taken, where there are not so many.
+        """
+        limit = self.size if below is None else below
+        open_parts = [Extent(e.at, min(e.end, limit) - e.at) for e in self._free if e.at < limit]
+        whole = next((e for e in open_parts if e.size >= size), None)
+        taken: list[Extent] = []
+        for part in [whole] if whole is not None else open_parts:
+            used = min(part.size, size)
+            taken.append(Extent(part.at, used))
+            size -= used
+            if not size:
+                break
+        if size:
+            return []
+        self._remove(taken)
+        return taken
+
+    def give(self, extents: Iterable[Extent]) -> None:
+        """Give taken extents back."""
+        for extent in extents:
+            insort(self._free, extent)
+        merged: list[Extent] = []
+        for extent in self._free:
+            if merged and merged[-1].end == extent.at:
+                merged[-1] = Extent(merged[-1].at, merged[-1].size + extent.size)
+            else:
+                merged.append(extent)
+        self._free = merged
+
+    def _remove(self, taken: Iterable[Extent]) -> None:
+        for part in taken:
+            at = next(i for i, e in enumerate(self._free) if e.at <= part.at and part.end <= e.end)
+            around = self._free.pop(at)
+            rest = [Extent(around.at, part.at - around.at), Extent(part.end, around.end - part.end)]
+            self._free[at:at] = [e for e in rest if e.size]
+
+
+def parts(extents: Iterable[Extent], first: int, last: int) -> Iterator[tuple[int, Extent]]:
+    """Of bytes laid out over extents in order, those from `first` to before `last`: where each part begins among the
+    bytes, and its extent.
+    """  # noqa: D205
+    begin = 0
+    for extent in extents:
+        low, high = max(first, begin), min(last, begin + extent.size)
+        if low < high:
+            yield low, Extent(extent.at + low - begin, high - low)
+        begin += extent.size
