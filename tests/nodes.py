@@ -23,6 +23,7 @@ from borrower import pattern
 from ema_agent.agent import Agent, Setup
 from ema_core.api import MemoryPool, load_pools
 from ema_core.ids import HOST, GpuId, Place
+from ema_driver.errors import OutOfMemory
 from ema_driver.protocol import Handle, MemoryInfo
 from ema_driver.sim import GpuGroup, SimConfig, SimDriver, start
 
@@ -182,6 +183,12 @@ class Node:
             held.append(self._take_when_free(gpu, step))
             mine -= step
         return held
+
+    def take_what_is_free(self, gpu: int) -> Handle:
+        """Take all that is free of a GPU just now."""
+        while True:
+            with suppress(OutOfMemory):  # somebody was quicker
+                return self.take(gpu, self.memory(gpu).free)
 
     def _take_when_free(self, gpu: int, size: int) -> Handle:
         until(lambda: self.memory(gpu).free >= size, saying=f"{size} bytes are free on GPU {gpu}")
