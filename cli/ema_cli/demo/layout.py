@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from ema_cli.demo.messages import Job
 from ema_cli.demo.scale import Scale
-from ema_cli.demo.serve import SLOTS
+from ema_cli.demo.serve import WINDOWS
 from ema_cli.serving.prediction import Workload, alone, predict
 from ema_cli.serving.presets import GpuSpec, Model, kv_share
 from ema_cli.serving.replay import LOADS, PREDICTED_FOR_STATIC, Setup, deal
@@ -69,7 +69,7 @@ class Layout:
         """The server, in real bytes and rates, each GPU with `extra` bytes more."""
         scale, gpu = self.scale, self.setup.gpu
         # The workspace is taken by the worker's window; the driver keeps what is left of it.
-        reserved = scale.real(gpu.reserved) - SLOTS * scale.real(self.chunk)
+        reserved = scale.real(gpu.reserved) - WINDOWS
         memory = scale.real(gpu.memory + extra)
         return {
             "gpus": [{"count": self.setup.gpus, "product": gpu.name, "memory": memory, "reserved": reserved}],
@@ -109,9 +109,9 @@ def lay_out(wish: Wish) -> Layout:
     """Sizes, load and excerpt. Raises InvalidInput for what cannot be run."""
     chunk = wish.scale.shown(CHUNK)
     model = replace(wish.model, weights=-(-wish.model.weights // chunk) * chunk)
-    share = kv_share(model, replace(wish.gpu, reserved=max(wish.gpu.reserved, SLOTS * chunk))) // chunk * chunk
+    share = kv_share(model, replace(wish.gpu, reserved=max(wish.gpu.reserved, wish.scale.shown(WINDOWS)))) // chunk * chunk
     if not share:
-        least = model.weights + max(wish.gpu.reserved, SLOTS * chunk) + chunk
+        least = model.weights + max(wish.gpu.reserved, wish.scale.shown(WINDOWS)) + chunk
         raise InvalidInput.of("--memory", wish.gpu.memory, f"at least {least} bytes for {model.name}")
     if model.kv_per_token % wish.scale.size:
         raise InvalidInput.of("--scale", wish.scale.size, f"a divisor of the {model.kv_per_token} bytes of a token")
