@@ -122,15 +122,15 @@ class Borrowed:
     # --- copies ------------------------------------------------------------------------------------------------------
 
     def store(self, kept: Kept, last: int) -> None:
-        """Store a request's bytes up to `last`. Returns when they are there."""
+        """Store a request's bytes up to `last`. They may be on their way when this returns."""
         kept.extents += self._take(last - kept.written)
         for begin, extent in parts(kept.extents, kept.written, last):
             self._store(extent, self._pattern.bytes_of(kept.owner, begin, extent.size))
         kept.written = last
-        self._wait_stores()
 
     def fetch(self, pieces: Sequence[Piece], *, needed_at: float, home: Own | None = None) -> None:
         """Begin to fetch pieces, for a use at the real moment `needed_at`; with `home`, to stay there."""
+        self._wait_stores()
         for first in range(0, len(pieces), AT_ONCE):
             some = pieces[first : first + AT_ONCE]
             slots = [next(self._fetch_slots) for _ in some]
@@ -149,6 +149,7 @@ class Borrowed:
     def settle(self) -> None:
         """Receive all; no copy is under way when this returns."""
         self.receive()
+        self._wait_stores()
         for ticket in self._tickets:
             ticket.wait(PATIENCE)
         self._tickets.clear()
@@ -222,6 +223,7 @@ class Borrowed:
     def _move(self, kept: Kept, limit: int) -> None:
         """Bring a request's bytes below `limit`, through this process."""
         data = bytearray()
+        self._wait_stores()
         for extent in kept.extents:
             for _, piece in _cut(extent, self._slot_bytes):
                 slot = next(self._fetch_slots)
@@ -233,7 +235,6 @@ class Borrowed:
         kept.extents = self.arena.take(len(data), below=limit)
         for begin, extent in parts(kept.extents, 0, len(data)):
             self._store(extent, bytes(data[begin : begin + extent.size]))
-        self._wait_stores()
 
     def _open_region(self) -> ema.Region:
         if self.region is None:

@@ -68,9 +68,8 @@ class Layout:
     def sim(self, extra: int = 0) -> dict[str, Any]:
         """The server, in real bytes and rates, each GPU with `extra` bytes more."""
         scale, gpu = self.scale, self.setup.gpu
-        # The workspace is taken by the worker's window; the driver keeps what is left of it.
-        reserved = scale.real(gpu.reserved) - WINDOWS
-        memory = scale.real(gpu.memory + extra)
+        reserved = scale.real(gpu.reserved)
+        memory = scale.real(gpu.memory + extra) + WINDOWS
         return {
             "gpus": [{"count": self.setup.gpus, "product": gpu.name, "memory": memory, "reserved": reserved}],
             "hostMemory": 2 * scale.real(self.host),
@@ -109,9 +108,9 @@ def lay_out(wish: Wish) -> Layout:
     """Sizes, load and excerpt. Raises InvalidInput for what cannot be run."""
     chunk = wish.scale.shown(CHUNK)
     model = replace(wish.model, weights=-(-wish.model.weights // chunk) * chunk)
-    share = kv_share(model, replace(wish.gpu, reserved=max(wish.gpu.reserved, wish.scale.shown(WINDOWS)))) // chunk * chunk
+    share = kv_share(model, wish.gpu) // chunk * chunk
     if not share:
-        least = model.weights + max(wish.gpu.reserved, wish.scale.shown(WINDOWS)) + chunk
+        least = model.weights + wish.gpu.reserved + chunk
         raise InvalidInput.of("--memory", wish.gpu.memory, f"at least {least} bytes for {model.name}")
     if model.kv_per_token % wish.scale.size:
         raise InvalidInput.of("--scale", wish.scale.size, f"a divisor of the {model.kv_per_token} bytes of a token")

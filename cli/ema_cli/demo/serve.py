@@ -23,7 +23,7 @@ from ema_cli.serving.instance import Instance
 from ema_cli.serving.outcome import Outcome
 from ema_cli.serving.step import Active, Demand, MacroStep, Memory, Path
 
-LEAD: Final = 0.004
+LEAD: Final = 0.012
 """Real seconds before a macro-step ends at which the next one is prepared."""
 AHEAD: Final = 12
 """Pieces of a macro-step that may still be on their way when the next one is prepared."""
@@ -35,11 +35,12 @@ GROW_AT_ONCE: Final = 4
 """Chunks of borrowed memory in one request."""
 QUEUE: Final = 0.5
 """Real seconds that such a request waits in the agent's queue."""
-FETCH_SLOTS: Final = (2, 1 << 20)
+FETCH_SLOTS: Final = (8, 1 << 20)
 """How many, and real bytes of each."""
 STORE_SLOTS: Final = (2, 128 << 10)
 WINDOWS: Final = FETCH_SLOTS[0] * FETCH_SLOTS[1] + STORE_SLOTS[0] * STORE_SLOTS[1]
-"""Real bytes of both windows, which are a part of the GPU's workspace."""
+"""Real bytes of both windows. They are not scaled: a process that wakes another one takes the place of a flag that a GPU
+sees, and takes a thousand times as long, so that more must be on its way meanwhile."""
 TAIL: Final = 16 << 10
 """Real bytes of a borrowed request's newest tokens that stay in the workspace until there are more."""
 
