@@ -25,6 +25,8 @@ from ema_cli.serving.step import Active, Demand, MacroStep, Memory, Path
 
 LEAD: Final = 0.012
 """Real seconds before a macro-step ends at which the next one is prepared."""
+SOON: Final = 0.008
+"""Real seconds that are waited for memory, before what is there must do."""
 AHEAD: Final = 12
 """Pieces of a macro-step that may still be on their way when the next one is prepared."""
 TOO_LATE: Final = 0.25
@@ -138,6 +140,11 @@ class Serving:
         self._own.look()
         self._borrowed.look()
         self._steer(self._instance.demand())
+        until = time.monotonic() + SOON
+        for growth in self._growths:
+            growth.wait(until)
+        self._own.look()
+        self._borrowed.look()
         borrowed = self._scale.shown(self._borrowed.arena.size)
         region = self._borrowed.region
         paths = (Path(borrowed, self._scale.shown_rate(region.rate)),) if region is not None and borrowed else ()
