@@ -16,6 +16,8 @@ from ema_core.errors import InvalidInput
 
 CHUNK: Final = 256 << 10
 """Real bytes of a chunk."""
+LENDABLE: Final = 75
+"""Percent of a GPU that it lends at most."""
 HOLD: Final = 1.0
 """Seconds that a borrower keeps what it got against its equals."""
 SHORTEST: Final = 0.9
@@ -65,6 +67,11 @@ class Layout:
         """Bytes of host memory for what is reclaimed."""
         return self.setup.gpus * self.setup.gpu.memory
 
+    @property
+    def limit(self) -> int:
+        """Most that one worker may borrow: all that the GPUs may lend together."""
+        return self.setup.gpus * (self.setup.gpu.memory * LENDABLE // 100)
+
     def sim(self, extra: int = 0) -> dict[str, Any]:
         """The server, in real bytes and rates, each GPU with `extra` bytes more."""
         scale, gpu = self.scale, self.setup.gpu
@@ -81,7 +88,7 @@ class Layout:
             "linger": "1s",
         }
 
-    def jobs(self, socket: str, *, share: int, borrows: bool, limit: int) -> list[Job]:
+    def jobs(self, socket: str, *, share: int, borrows: bool) -> list[Job]:
         """One for each GPU."""
         setup = self.setup
         return [
@@ -92,7 +99,7 @@ class Layout:
                 gpu=setup.gpu,
                 share=share,
                 link=setup.gpu.link(setup.link) if borrows else 0,
-                limit=limit if borrows else 0,
+                limit=self.limit if borrows else 0,
                 patience=setup.patience,
                 requests=list(requests),
                 duration=self.duration,
@@ -162,7 +169,7 @@ def _excerpt(wish: Wish, model: Model, gpu: GpuSpec, pool: MemoryPool, rate: flo
 def _pool(chunk: int, host: int, hold: float, *, lends: bool) -> dict[str, Any]:
     spec: Mapping[str, Any] = {
         "chunkSize": chunk,
-        "lending": {"maxPerGPU": "75%" if lends else "0%", "headroom": chunk, "hysteresis": chunk},
+        "lending": {"maxPerGPU": f"{LENDABLE}%" if lends else "0%", "headroom": chunk, "hysteresis": chunk},
         "reclaim": {"hostMemory": host, "minHold": f"{hold:.3f}s"},
     }
     return {"apiVersion": "ema.dev/v1alpha1", "kind": "MemoryPool", "metadata": {"name": "demo"}, "spec": spec}
