@@ -34,7 +34,8 @@ def demo(  # noqa: PLR0917 (typer takes options as parameters)
     memory: Annotated[str, typer.Option(help="Of each GPU, such as 24Gi; scaled down for this machine.")] = "20Gi",
     model: Annotated[str, typer.Option(help="Preset, or weights=16Gi,kv=128Ki,params=8G,layers=32.")] = "llama-3.1-8b",
     gpu: Annotated[
-        str, typer.Option(help="Whose rates; a preset, or memory=24Gi,reserved=1Gi,compute=100T,read=1T,nvlink=0,pcie=25G.")
+        str,
+        typer.Option(help="Whose rates; a preset, or memory=24Gi,reserved=1Gi,compute=100T,read=1T,nvlink=0,pcie=25G."),
     ] = "a100-80g",
     link: Annotated[str, typer.Option(help="nvlink or pcie, between GPUs.")] = "nvlink",
     duration: Annotated[str, typer.Option(help="Of each of the three runs, in real time.")] = "26s",
@@ -92,7 +93,11 @@ def demo(  # noqa: PLR0917 (typer takes options as parameters)
 
 
 def _three(layout: Layout, shown: View) -> list[Trial]:
-    kinds = [Kind(RUNS[0], 0, borrows=False), Kind(RUNS[1], 0, borrows=True), Kind(RUNS[2], layout.setup.gpu.memory, borrows=False)]
+    kinds = [
+        Kind(RUNS[0], 0, borrows=False),
+        Kind(RUNS[1], 0, borrows=True),
+        Kind(RUNS[2], layout.setup.gpu.memory, borrows=False),
+    ]
     trials = []
     for number, kind in enumerate(kinds, 1):
         shown.begin(kind, number)

@@ -205,4 +205,6 @@ def _panel(layout: Layout, trial: Trial, index: int) -> Panel:
             moments.append(glance.moment)
             given = layout.scale.shown(sum(lent(glance, index).values()))
             values.append((layout.setup.model.weights, worker.local, given, worker.granted))
-    return Panel(moments or [0.0], values or [(layout.setup.model.weights, 0, 0, 0)], layout.setup.gpu.memory + trial.kind.extra)
+    return Panel(
+        moments or [0.0], values or [(layout.setup.model.weights, 0, 0, 0)], layout.setup.gpu.memory + trial.kind.extra
+    )

@@ -233,7 +233,9 @@ class Serving:
         kept = self._kept[active.order]
         home = Kept(kept.owner, kept.size, borrowed=False, filled=kept.filled)
         self._own.room(home, kept.written)
-        pieces = [replace(p, parts=tuple(replace(q, kept=home) for q in p.parts)) for p in self._borrowed.pieces([kept])]
+        pieces = [
+            replace(p, parts=tuple(replace(q, kept=home) for q in p.parts)) for p in self._borrowed.pieces([kept])
+        ]
         self._borrowed.fetch(pieces, needed_at=needed_at, home=self._own)
         self._borrowed.receive()
         self._borrowed.give(kept.extents)
