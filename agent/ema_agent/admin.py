@@ -12,10 +12,12 @@ from typing import Any, Final
 import msgspec
 
 from ema_agent.agent import Agent
+from ema_agent.connection import SHOWN
 from ema_agent.report import leases, status
 from ema_core.api import load_pools
 from ema_core.errors import InvalidInput
 from ema_core.resolve import implausible
+from ema_driver.errors import DriverError
 
 LINE: Final = 1 << 20
 """Bytes of a request at most."""
@@ -57,14 +59,24 @@ class Admin:
 
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
-            request = json.loads(line)
+            request = self._read(line)
             if not isinstance(request, dict):
                 raise InvalidInput.of("request", request, "an object with a field `do`")
             return {"ok": True, **self._do(request)}
         except InvalidInput as refused:
             return {"ok": False, "errors": [_plain(e.field, e.value, e.expected) for e in refused.errors]}
-        except json.JSONDecodeError as error:
-            return {"ok": False, "errors": [_plain("request", line[:80].decode(errors="replace"), f"JSON: {error}")]}
+        except DriverError as error:
+            return {
+                "ok": False,
+                "errors": [_plain("driver", self._agent.driver.name, f"to do it; it refused: {error}")],
+            }
+
+    @staticmethod
+    def _read(line: bytes) -> object:
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InvalidInput.of("request", line[:80].decode(errors="replace"), f"JSON: {error}") from None
 
     def _do(self, request: Mapping[str, Any]) -> dict[str, Any]:
         agent = self._agent
@@ -75,10 +87,16 @@ class Admin:
                 return {"leases": leases(agent)}
             case "drain":
                 gpu = agent.find_gpu(str(request.get("gpu", "")))
-                left = agent.drain(gpu, undo=bool(request.get("undo")))
+                undo = request.get("undo", False)
+                if not isinstance(undo, bool):
+                    raise InvalidInput.of("undo", undo, "true or false")
+                left = agent.drain(gpu, undo=undo)
                 return {"gpu": gpu, "left": left, "draining": gpu in agent.node.draining}
             case "reload":
-                pools = load_pools(request.get("pools") or [])
+                documents = request.get("pools")
+                if not isinstance(documents, list):
+                    raise InvalidInput.of("pools", documents, "a list of MemoryPool documents")
+                pools = load_pools(documents)
                 agent.set_pools(pools)
                 return {
                     "pools": [p.metadata.name for p in pools],
@@ -107,4 +125,4 @@ class Admin:
 
 
 def _plain(field: str, value: object, expected: str) -> dict[str, str]:
-    return {"field": field, "value": str(value), "expected": expected}
+    return {"field": field, "value": str(value)[:SHOWN], "expected": expected}

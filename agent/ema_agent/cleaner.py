@@ -62,7 +62,7 @@ class Cleaner:
 
     async def _clean(self, chunk: Chunk) -> None:
         steward = self._steward
-        if chunk.state is not State.DIRTY or chunk.place == HOST or not steward.ledger.alive(chunk):
+        if chunk.busy or chunk.state is not State.DIRTY or chunk.place == HOST or not steward.ledger.alive(chunk):
             return
         chunk.busy = True
         began = time.monotonic()

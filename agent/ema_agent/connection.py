@@ -19,6 +19,8 @@ import msgspec
 from ema_core import wire
 from ema_core.wire import Kinds, Refused
 
+SHOWN: Final = 200
+"""Characters of a bad value that are sent back."""
 OUTBOX: Final = 256
 """Packets that wait for a client that does not read."""
 PACKETS_PER_TURN: Final = 16
@@ -146,6 +148,7 @@ class Connection:
 
     def refuse_and_close(self, field: str, value: str, expected: str) -> None:
         """Say what was wrong, then end this connection only."""
+        value = value[:SHOWN]
         text = f"{field} is {value}; expected {expected}"
         self.send(Refused(0, Kinds.BAD, text, field, value, expected))
         self.close(text)

@@ -19,7 +19,9 @@ HELLO_WITHIN: Final = 5.0
 """Seconds that a connection may stay silent before its Hello."""
 BACKLOG: Final = 128
 UNNAMED: Final = 64
-"""Connections that have not said Hello yet, at most."""
+"""Connections that have not said Hello yet, at most; one more, and the oldest of them goes."""
+BREATH: Final = 0.1
+"""Seconds without accepting, when descriptors have run out."""
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -30,7 +32,8 @@ class Door:
         self.path = path
         self._introduce = introduce
         self._loop = asyncio.get_running_loop()
-        self._waiting: set[Guest] = set()
+        self._waiting: dict[Guest, None] = {}
+        """In the order of their coming."""
         with suppress(FileNotFoundError):
             if stat.S_ISSOCK(path.lstat().st_mode):
                 path.unlink()
@@ -43,7 +46,7 @@ class Door:
         path.chmod(mode)
         self._sock.listen(BACKLOG)
         self._sock.setblocking(False)
-        self._loop.add_reader(self._sock.fileno(), self._accept)
+        self._listen()
 
     def close(self) -> None:
         """Stop listening and remove the socket."""
@@ -55,16 +58,28 @@ class Door:
             self.path.unlink()
 
     def _accept(self) -> None:
-        with suppress(BlockingIOError, ConnectionAbortedError):
+        try:
             sock, _ = self._sock.accept()
-            if len(self._waiting) >= UNNAMED:
-                sock.close()
-                return
-            guest = Guest(sock, self._named, self._waiting.discard)
-            self._waiting.add(guest)
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:
+            # No descriptor left. The socket stays readable, so looking again at once would be a busy loop.
+            self._loop.remove_reader(self._sock.fileno())
+            self._loop.call_later(BREATH, self._listen)
+            return
+        if len(self._waiting) >= UNNAMED:
+            next(iter(self._waiting)).connection.refuse_and_close("connections", f"{UNNAMED} silent", "Hello at once")
+        self._waiting[Guest(sock, self._named, self._gone)] = None
+
+    def _listen(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    def _gone(self, guest: "Guest") -> None:
+        self._waiting.pop(guest, None)
 
     def _named(self, guest: "Guest", hello: wire.Hello) -> None:
-        self._waiting.discard(guest)
+        self._gone(guest)
         self._introduce(guest, hello)
 
 

@@ -44,7 +44,7 @@ ALLOWED: dict[State, frozenset[State]] = {
     State.CLEAN: frozenset({State.DIRTY, State.MOVING, State.LOST}),
     State.HOST: frozenset({State.MOVING}),
     State.MOVING: frozenset({State.DIRTY, State.CLEAN, State.HOST, State.DROPPED, State.LOST}),
-    State.DROPPED: frozenset({State.MOVING}),
+    State.DROPPED: frozenset(),
     State.LOST: frozenset(),
 }
 
@@ -69,12 +69,17 @@ class Chunk:
     """Host memory with the same bytes, true while the gate's dirty word is 0."""
     last_used: float = 0.0
     busy: bool = False
-    """A worker thread is copying it to its twin: no victim just now."""
+    """A worker thread is copying it to its twin, or its borrower gives it back: no victim just now."""
 
     @property
     def droppable(self) -> bool:
         """Whether the borrower agreed to lose it."""
         return self.region.droppable
+
+    @property
+    def has_true_twin(self) -> bool:
+        """Whether host memory holds the same bytes. No answer while it is `busy`."""
+        return self.twin is not None and not self.gate.dirty
 
 
 @dataclass(slots=True, eq=False)
@@ -87,13 +92,22 @@ class Region:
     """None: wanted and not there yet."""
     promised: dict[int, Place] = field(default_factory=dict)
     """Indices that were granted and whose memory is being made, and where."""
-    drops: int = 0
-    """How often chunks of it were dropped, as its notice word tells the client."""
+    usable: int = 0
+    """Chunks that the client was told of: copies may name these."""
+    holes: set[int] = field(default_factory=set)
+    """Indices that were dropped and asked for again in vain: nobody wants them until they are asked for anew."""
 
     @property
     def missing(self) -> list[int]:
         """Indices that wait for a grant."""
-        return [i for i, c in enumerate(self.chunks) if c is None and i not in self.promised]
+        holes = self.holes
+        return [i for i, c in enumerate(self.chunks) if c is None and i not in self.promised and i not in holes]
+
+    @property
+    def gone(self) -> list[int]:
+        """Indices whose bytes were dropped and not renewed."""
+        holes = self.holes
+        return [i for i, c in enumerate(self.chunks) if i in holes or (c is not None and c.state is State.DROPPED)]
 
 
 @dataclass(slots=True, eq=False)
@@ -114,25 +128,30 @@ class Lease:
     granted_at: float = float("-inf")
     reclaimed_at: float = float("-inf")
     last_used: float = 0.0
+    closing: bool = False
+    """Its borrower is gone: it waits for nothing any more."""
     held: dict[Place, list[int]] = field(default_factory=dict)
     """Place → bytes [clean, dirty, droppable]."""
+    drops: dict[int, int] = field(default_factory=dict)
+    """Region number → how often chunks were dropped, as its notice word says: never the same twice, whatever region
+    has the number."""
     recent: dict[int, tuple[float, list["Chunk"]]] = field(default_factory=dict)
     """Program → when it last started and the chunks it copies; read when victims are picked, not on a step's path."""
 
     def wanted(self, *, droppable: bool) -> int:
         """Bytes of demand of one kind: all chunks but those that were dropped or lost."""
         gone = (State.DROPPED, State.LOST)
-        count = sum(
-            1
-            for r in self.regions.values()
-            if r.droppable is droppable
-            for c in r.chunks
-            if c is None or c.state not in gone
-        )
+        count = 0
+        for region in self.regions.values():
+            if region.droppable is droppable:
+                count += sum(1 for c in region.chunks if c is not None and c.state not in gone)
+                count += len(region.promised) + (0 if self.closing else len(region.missing))
         return count * self.chunk
 
     def missing(self, *, droppable: bool) -> Iterator[tuple[Region, int]]:
         """Chunks that wait for a grant, oldest region first."""
+        if self.closing:
+            return
         for region in self.regions.values():
             if region.droppable is droppable:
                 for index in region.missing:
@@ -240,12 +259,19 @@ class Ledger:
         return self._live.values()
 
     def pick(self, lease: LeaseId, place: Place, size: int, *, droppable: bool) -> list[Chunk]:
-        """Victims: chunks of the lease at the place worth `size` bytes; clean before dirty, then coldest."""
+        """Victims: chunks of the lease at the place worth `size` bytes at most; clean before dirty, then coldest.
+
+        Chunks that a worker thread copies just now are passed over: their memory must not be swapped under the copy.
+        """
         entry = self.leases.get(lease)
         if entry is None:
             return []
         order = {State.CLEAN: 0, State.HOST: 0, State.DIRTY: 1}
-        found = [c for c in entry.chunks() if c.place == place and c.state in order and c.region.droppable is droppable]
+        found = [
+            c
+            for c in entry.chunks()
+            if c.place == place and c.state in order and c.region.droppable is droppable and not c.busy
+        ]
         found.sort(key=lambda c: (order[c.state], c.last_used, c.id))
         return found[: size // entry.chunk]
 

@@ -33,7 +33,12 @@ class Line:
 
     def refuse(self, request: int, why: Refusal) -> None:
         """Answer that it cannot be."""
-        self.send(wire.Refused(request, why.kind, why.message, why.field, why.value, why.expected, why.position))
+        word, seq = why.run
+        self.send(
+            wire.Refused(
+                request, why.kind, why.message, why.field, why.value, why.expected, why.position, word=word, seq=seq
+            )
+        )
 
     def later(self, request: int, work: Coroutine[Any, Any, int | None]) -> None:
         """Answer when the work has ended: with its value, not at all for None, or with what it was refused for."""

@@ -1,4 +1,8 @@
-"""The lender's side of a session: the client's own GPU gives its memory back before the client takes it."""
+"""The lender's side of a session: the client's own GPU gives its memory back before the client takes it.
+
+A GPU that a client runs on lends only once the client has opted in by a share: others look at free memory when they
+start, and would see lent bytes as used.
+"""
 
 import time
 from dataclasses import dataclass
@@ -29,6 +33,8 @@ class OwnShare:
         self.waiters: list[Waiter] = []
         self.mapped = 0
         self._granted = 0
+        self.opted_in = False
+        node.withheld[gpu] += 1
 
     @property
     def promised(self) -> int:
@@ -45,6 +51,7 @@ class OwnShare:
             raise Refusal.bad("timeout", message.timeout, "0 or more seconds")
         if self.waiters:
             raise Refusal(Kinds.BUSY, "the share is growing: wait for that answer first")
+        self._opt_in()
         self._set(message.size, self.mapped)
         now = time.monotonic()
         self.waiters.append(Waiter(message.id, message.size, now + min(message.timeout, LONGEST)))
@@ -54,14 +61,16 @@ class OwnShare:
         """The client has this much mapped now."""
         if message.size < 0:
             raise Refusal.bad("size", message.size, "0 or more bytes")
+        self._opt_in()
         self._set(self._granted if self.waiters else message.size, message.size)
 
     def look(self, now: float) -> None:
         """A new reading of memory has come, or time has passed."""
         free = self._node.free(self._gpu)
         for waiter in list(self.waiters):
-            # Another client's promise on this GPU comes out of the same free bytes.
-            if free >= self._node.promised[self._gpu]:
+            # Another client's promise on this GPU comes out of the same free bytes. A reading from before a grant was
+            # made would count bytes that are gone by now.
+            if self._node.quiet_now(self._gpu) and free >= self._node.promised[self._gpu]:
                 self.waiters.remove(waiter)
                 self._line.send(wire.Done(waiter.request, waiter.size))
             elif now >= waiter.deadline:
@@ -72,9 +81,15 @@ class OwnShare:
                 self._line.refuse(waiter.request, Refusal(Kinds.MEMORY, text))
 
     def end(self) -> None:
-        """The client is gone: nothing is promised any more."""
+        """The client is gone: nothing is promised any more, and its GPU may lend."""
         self.waiters.clear()
         self._set(0, 0)
+        self._opt_in()
+
+    def _opt_in(self) -> None:
+        if not self.opted_in:
+            self.opted_in = True
+            self._node.withheld[self._gpu] -= 1
 
     def _set(self, granted: int, mapped: int) -> None:
         before = self.promised

@@ -5,12 +5,11 @@ copies are issued during the current step. Starting one is a look-up, two word a
 allocated, nothing is mapped and nothing is done per chunk.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ema_agent.ledger import Chunk, Lease, State
 from ema_core import wire
-from ema_core.ids import Place
 from ema_core.wire import CopyStep, Kinds
 from ema_driver.protocol import Address, Copy, Graph, Handle, Op, Stream, Wait, Words, Write
 
@@ -31,6 +30,8 @@ class Refusal(Exception):
         super().__init__(message)
         self.kind, self.message, self.field, self.expected, self.position = kind, message, field, expected, position
         self.value = str(value)
+        self.run = (-1, 0)
+        """For a Start or Run: its notice word and number."""
 
     @classmethod
     def bad(cls, field: str, value: object, expected: str) -> "Refusal":
@@ -50,6 +51,14 @@ class Window:
     address: Address
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a run without a program copies."""
+
+    steps: Sequence[CopyStep]
+    chunks: Sequence[Chunk]
+
+
 @dataclass(slots=True)
 class Program:
     """Copies made ready. `graphs` holds an instance for even and one for odd sequence numbers."""
@@ -60,9 +69,6 @@ class Program:
     graphs: tuple[Graph, Graph]
     chunks: list[Chunk]
     seq: int = 0
-    bytes_by_place: Mapping[Place, int] = field(default_factory=dict)
-    version: int = -1
-    """The ledger version that `bytes_by_place` was counted at."""
 
     @property
     def size(self) -> int:
@@ -87,8 +93,8 @@ class Copies:
         self.run_seq = 0
         self._slots: dict[int, tuple[int, int]] = {}
         """Slot → its address and size."""
-        self._under_way: list[int] = []
-        """Run words of what was launched last."""
+        self._under_way: dict[int, Load | Program] = {}
+        """Run word → what the run that was launched last under it copies."""
 
     # --- windows ---
 
@@ -101,8 +107,10 @@ class Copies:
             raise bad("slots", f"{message.first}+{message.slots}", f"at least one, below {wire.MAX_SLOTS} in all")
         if any(s in self._slots for s in range(message.first, message.first + message.slots)):
             raise bad("first", message.first, "slots that no other window has")
-        if message.slot_bytes < 1 or (message.slots * message.slot_bytes) % granularity:
-            raise bad("slot_bytes", message.slot_bytes, f"slots × slot_bytes a multiple of {granularity}")
+        size = message.slots * message.slot_bytes
+        if message.slot_bytes < 1 or size % granularity or size > wire.MAX_BYTES:
+            expected = f"slots × slot_bytes a multiple of {granularity}, at most {wire.MAX_BYTES}"
+            raise bad("slot_bytes", message.slot_bytes, expected)
 
     def add_window(self, window: Window) -> None:
         """Enter an imported window."""
@@ -117,7 +125,8 @@ class Copies:
             raise Refusal.bad("window", number, "a window that is open")
         slots = range(window.first, window.first + window.slots)
         users = [p.number for p in self.programs.values() if any(s.slot in slots for s in p.steps)]
-        if users or self.busy():
+        self._forget_ended()
+        if users or any(s.slot in slots for run in self._under_way.values() for s in run.steps):
             raise Refusal(Kinds.IN_USE, f"window {number} is in use by {users or 'a run under way'}: end that first")
         del self.windows[number]
         for s in slots:
@@ -130,8 +139,6 @@ class Copies:
         """Check and instantiate. Raises Refusal."""
         if message.program in self.programs or not 0 <= message.program < wire.MAX_PROGRAMS:
             raise Refusal.bad("program", message.program, f"a new number below {wire.MAX_PROGRAMS}")
-        if not message.steps:
-            raise Refusal.bad("steps", "none", "at least one copy")
         for step in message.steps:
             region = self.lease.regions.get(step.region)
             if region is not None and region.droppable:
@@ -165,7 +172,7 @@ class Copies:
             raise Refusal.bad("program", message.program, "a program that is open")
         if message.seq <= program.seq:
             return None
-        self._room(wire.run_word(message.program, message.seq), message.seq)
+        self._room(wire.run_word(message.program, message.seq), message.seq, program)
         program.seq = message.seq
         return program
 
@@ -182,18 +189,18 @@ class Copies:
         chunks: list[Chunk] = []
         ops = self._ops(message.steps, message.store, chunks)
         word = wire.run_word(-1, message.seq)
-        self._room(word, message.seq)
+        self._room(word, message.seq, Load(message.steps, chunks))
         self.run_seq = message.seq
         self.streams[message.store].enqueue([*ops, *self._end(word)])
         for c in chunks:
             c.last_used = now
         self.lease.last_used = now
 
-    def busy(self) -> bool:
-        """Whether any run is under way."""
-        load = self._private.load
-        self._under_way = [w for w in self._under_way if load(w)]
-        return bool(self._under_way)
+    def busy(self, chunks: Iterable[Chunk]) -> bool:
+        """Whether a run under way copies any of these chunks."""
+        self._forget_ended()
+        wanted = set(chunks)
+        return any(not wanted.isdisjoint(run.chunks) for run in self._under_way.values())
 
     def users_of(self, chunks: Iterable[Chunk]) -> list[int]:
         """Programs that copy any of these chunks."""
@@ -202,11 +209,17 @@ class Copies:
 
     # --- inside ---
 
-    def _room(self, word: int, seq: int) -> None:
-        if self.busy() and (len(self._under_way) >= wire.OUTSTANDING or word in self._under_way):
+    def _forget_ended(self) -> None:
+        load = self._private.load
+        for word in [w for w in self._under_way if not load(w)]:
+            del self._under_way[word]
+
+    def _room(self, word: int, seq: int, run: "Load | Program") -> None:
+        self._forget_ended()
+        if len(self._under_way) >= wire.OUTSTANDING or word in self._under_way:
             raise Refusal(Kinds.BUSY, f"{wire.OUTSTANDING} runs are under way: wait for the end of one first")
         self._private.store(word, 1)
-        self._under_way.append(word)
+        self._under_way[word] = run
         # In this order: who sees the run's number and then its word at 0 knows that it has ended.
         self.notice.store(word, 1)
         self.notice.store(wire.NOTICE_STARTED + word, seq & 0xFFFFFFFF)
@@ -230,6 +243,8 @@ class Copies:
                 )
             word = step.slot * wire.SLOT_WORDS
             ops.append(Wait(self.shared, word + wire.SLOT_FLAG, before))
+            if len(chunks) + step.size // self.lease.chunk > wire.MAX_COPIES:
+                raise Refusal.bad("steps", "more copies", f"at most {wire.MAX_COPIES} copies, one per chunk and step")
             for chunk, offset, size, done in self._pieces(step, position):
                 chunks.append(chunk)
                 there, here = int(chunk.address) + offset, address + step.slot_at + done
@@ -246,8 +261,8 @@ class Copies:
             raise Refusal.bad(f"{name}.region", step.region, "a region that is open")
         length = self.lease.chunk
         end = step.at + step.size
-        if step.at < 0 or end > len(region.chunks) * length:
-            raise Refusal.bad(f"{name}.at", f"{step.at}+{step.size}", f"within the {len(region.chunks) * length} bytes")
+        if step.at < 0 or end > region.usable * length:
+            raise Refusal.bad(f"{name}.at", f"{step.at}+{step.size}", f"within the {region.usable * length} bytes")
         at = step.at
         while at < end:
             index, offset = divmod(at, length)

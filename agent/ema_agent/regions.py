@@ -2,8 +2,9 @@
 
 import asyncio
 import time
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from ema_agent.ledger import Chunk, Lease, Region, State
 from ema_agent.line import Line
@@ -11,7 +12,9 @@ from ema_agent.programs import Copies, Refusal
 from ema_agent.steward import Steward
 from ema_core import wire
 from ema_core.wire import Kinds
+from ema_driver.errors import DriverError
 
+T = TypeVar("T")
 PATIENCE: Final = 10.0
 """Seconds that runs under way may take before a region is not cut."""
 PAUSE: Final = 1e-3
@@ -30,6 +33,8 @@ class Waiter:
     before: int
     """Chunks that the region had before."""
     deadline: float
+    renewed: frozenset[int] = frozenset()
+    """For a renewal: the indices that were asked for again."""
     position: int = -1
 
 
@@ -39,6 +44,8 @@ class Regions:
     def __init__(self, lease: Lease, steward: Steward, copies: Copies, line: Line) -> None:
         self._lease, self._steward, self._copies, self._line = lease, steward, copies, line
         self.waiters: list[Waiter] = []
+        self._changing: set[int] = set()
+        """Regions that are being cut or renewed: one thing at a time, or chunks would be given back twice."""
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -69,15 +76,17 @@ class Regions:
         region = self._region(message.region)
         self._settled(region)
         deadline = self._deadline(message.timeout)
-        gone = [c for c in region.chunks if c is not None and c.state is State.DROPPED]
+        gone = region.gone
         self._may_want(len(gone))
 
         async def work() -> None:
-            await self._until_idle()
-            await self.free(gone)
-            self._wait(Waiter(message.id, region, len(region.chunks), deadline))
+            chunks = [c for i in gone if (c := region.chunks[i]) is not None]
+            await self._until_idle(chunks)
+            await self.free(chunks)
+            region.holes.clear()
+            self._wait(Waiter(message.id, region, len(region.chunks), deadline, frozenset(gone)))
 
-        self._line.later(message.id, work())
+        self._line.later(message.id, self._alone(region, work()))
 
     def shrink(self, message: wire.ShrinkRegion) -> None:
         """Give back what is beyond a size."""
@@ -87,14 +96,13 @@ class Regions:
         most = len(region.chunks)
         if count > most:
             raise Refusal.bad("size", message.size, f"at most the {most * self._lease.chunk} bytes there are")
-        if users := self._copies.users_of(c for c in region.chunks[count:] if c is not None):
-            raise Refusal(Kinds.IN_USE, f"programs {users} copy what would go: close them first")
-        self._line.later(message.id, self._cut(region, count))
+        self._unused([c for c in region.chunks[count:] if c is not None])
+        self._line.later(message.id, self._alone(region, self._cut(region, count)))
 
     def ask_dropped(self, message: wire.AskDropped) -> None:
         """Say which chunks are gone, in pages."""
         region = self._region(message.region)
-        gone = [i for i, c in enumerate(region.chunks) if c is not None and c.state is State.DROPPED]
+        gone = region.gone
         for first in range(0, max(1, len(gone)), DROPPED_PAGE):
             page = gone[first : first + DROPPED_PAGE]
             self._line.send(wire.Dropped(message.id, region.number, page, first + DROPPED_PAGE < len(gone)))
@@ -107,6 +115,7 @@ class Regions:
             return
         for waiter in [w for w in self.waiters if w.region is region]:
             self.waiters.remove(waiter)
+            region.usable = len(region.chunks)
             self._line.send(wire.Done(waiter.request, len(region.chunks) * self._lease.chunk))
 
     def look(self, now: float) -> None:
@@ -116,27 +125,39 @@ class Regions:
         for waiter in list(self.waiters):
             if now >= waiter.deadline and not waiter.region.promised:
                 self.waiters.remove(waiter)
-                self._line.later(waiter.request, self._give_up(waiter, position))
+                self._line.later(waiter.request, self._alone(waiter.region, self._give_up(waiter, position)))
             elif entry is not None and position != waiter.position:
                 waiter.position = position
                 self._line.tell(wire.Queued(waiter.request, position, max(0.0, waiter.deadline - now)))
 
     async def free(self, chunks: list[Chunk], *, certain: bool = False) -> None:
-        """Give chunks back that no queued copy names any more; `certain` when no copy can be under way either."""
+        """Give chunks back that no queued copy names any more.
+
+        `certain` when no copy can be under way either and nobody else touches them (they are `busy` for the caller).
+        Raises Held if a copy under way does not end; then nothing was given back.
+        """
         steward = self._steward
-        while any(c.busy or c.state is State.MOVING for c in chunks):
-            await asyncio.sleep(PAUSE)
         if not chunks:
             return
+        if not certain:
+            while any(c.busy or c.state is State.MOVING for c in chunks):
+                self._still_there()
+                await asyncio.sleep(PAUSE)
+            for c in chunks:
+                c.busy = True
+            try:
+                await steward.in_thread(steward.backing.take, chunks)
+            except DriverError:
+                for c in chunks:
+                    c.busy = False
+                raise
         held = [c for c in chunks if c.state not in (State.DROPPED, State.LOST)]
         with steward.node.changing({c.place for c in held}):
             for c in chunks:
                 steward.ledger.free(c)
-            if not certain:
-                await steward.in_thread(steward.backing.take, chunks)
             await steward.in_thread(steward.backing.give_back, chunks, self._lease.id)
             for c in held:
-                steward.node.ours[c.place] -= c.size
+                steward.node.held(c.place, -c.size)
         steward.freed()
         steward.wake()
 
@@ -150,34 +171,68 @@ class Regions:
         self._steward.wake()
 
     async def _give_up(self, waiter: Waiter, position: int) -> int:
-        short = len(waiter.region.missing) * self._lease.chunk
-        await self._cut(waiter.region, waiter.before)
+        region = waiter.region
+        short = len(region.missing) * self._lease.chunk
+        if waiter.renewed:
+            # All or nothing: what arrived goes again, or zeros would pass for what was dropped.
+            arrived = [c for i in waiter.renewed if (c := region.chunks[i]) is not None]
+            region.holes |= waiter.renewed
+            await self.free(arrived)
+            self._steward.wake()
+        else:
+            await self._cut(region, waiter.before)
         text = f"{short} bytes were not to be had in time; place {position} in the queue"
         raise Refusal(Kinds.FULL, text, position=position)
 
+    async def _alone(self, region: Region, work: Coroutine[Any, Any, T]) -> T:
+        self._changing.add(region.number)
+        try:
+            return await work
+        finally:
+            self._changing.discard(region.number)
+
     async def _cut(self, region: Region, count: int) -> int:
-        await self._until_idle()
+        await self._until_idle([c for c in region.chunks[count:] if c is not None])
+        # From here to the cut nothing waits: no program or run can name these chunks again.
+        gone = [c for c in region.chunks[count:] if c is not None]
+        self._unused(gone)
         for index in [i for i in region.promised if i >= count]:
             self._steward.ledger.withdraw(self._lease, region, index)
-        gone = [c for c in region.chunks[count:] if c is not None]
+        # Nobody waits for these any more.
+        region.holes.update(range(count, len(region.chunks)))
+        region.usable = min(region.usable, count)
+        try:
+            await self.free(gone)
+        except (DriverError, Refusal):
+            region.holes = {i for i in region.holes if region.chunks[i] is None}
+            raise
         del region.chunks[count:]
-        # What a renewal asked for in vain stays gone: a hole that no copy may name.
-        await self.free(gone)
+        region.holes = {i for i in region.holes if i < count}
         if not region.chunks:
             self._lease.regions.pop(region.number, None)
         self._steward.wake()
         return count * self._lease.chunk
 
-    async def _until_idle(self) -> None:
+    async def _until_idle(self, chunks: Sequence[Chunk]) -> None:
         deadline = time.monotonic() + PATIENCE
-        while self._copies.busy():
+        while self._copies.busy(chunks):
+            self._still_there()
             if time.monotonic() > deadline:
                 raise Refusal(Kinds.IN_USE, "a run under way does not end: hand its slots over first")
             await asyncio.sleep(PAUSE)
 
+    def _still_there(self) -> None:
+        """Work for a client that is gone ends here: the end of its session gives everything back."""
+        if self._lease.closing:
+            raise Refusal(Kinds.GONE, "the client is gone")
+
     def _settled(self, region: Region) -> None:
-        if any(w.region is region for w in self.waiters):
-            raise Refusal(Kinds.BUSY, f"region {region.number} is growing: wait for that answer first")
+        if region.number in self._changing or any(w.region is region for w in self.waiters):
+            raise Refusal(Kinds.BUSY, f"region {region.number} is changing: wait for that answer first")
+
+    def _unused(self, chunks: Sequence[Chunk]) -> None:
+        if users := self._copies.users_of(chunks):
+            raise Refusal(Kinds.IN_USE, f"programs {users} copy what would go: close them first")
 
     def _region(self, number: int) -> Region:
         region = self._lease.regions.get(number)

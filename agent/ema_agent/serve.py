@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -64,6 +65,8 @@ async def serve(
     started: Callable[[Agent, Pages | None], None],
 ) -> str | None:
     """Serve until SIGINT or SIGTERM; why the driver session was lost, if it was. `started` is called when ready."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client costs about nine descriptors
     setup = Setup(driver.name, endpoint, options.folder, options.client_mode, options.pair_limit)
     agent = Agent(driver, pools, setup)
     loop = asyncio.get_running_loop()

@@ -9,6 +9,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Final
 
@@ -24,8 +25,8 @@ from ema_agent.steward import Steward
 from ema_core import wire
 from ema_core.ids import Place
 from ema_core.wire import Kinds
-from ema_driver.errors import DriverError, InvalidUse
-from ema_driver.protocol import MemoryDriver, Stream, Words
+from ema_driver.errors import DriverError, InvalidUse, OutOfMemory
+from ema_driver.protocol import MemoryDriver, Stream
 
 PENDING: Final = 64
 """Requests that one client may have unanswered."""
@@ -54,10 +55,13 @@ class Session:
         self.steps = 0
         self._driver, self._steward, self._lanes, self._ended = driver, steward, lanes, ended
         self.line = Line(connection)
-        self.shared: Words = driver.words(wire.MAX_SLOTS * wire.SLOT_WORDS)
-        self.notice: Words = driver.words(wire.NOTICE_WORDS)
-        self._private: Words = driver.words(wire.RUN_WORDS)
-        fetch, store = driver.stream(lease.gpu), driver.stream(lease.gpu)
+        with ExitStack() as undo:
+            self.shared, self.notice, self._private = (
+                undo.enter_context(closing(driver.words(count)))
+                for count in (wire.MAX_SLOTS * wire.SLOT_WORDS, wire.NOTICE_WORDS, wire.RUN_WORDS)
+            )
+            fetch, store = (undo.enter_context(closing(driver.stream(lease.gpu))) for _ in range(2))
+            undo.pop_all()
         self.copies = Copies(lease, fetch, store, shared=self.shared, notice=self.notice, private=self._private)
         self.regions = Regions(lease, steward, self.copies, self.line)
         self.share = OwnShare(lease.gpu, steward.node, self.line)
@@ -83,18 +87,28 @@ class Session:
         if self.closing:
             return
         request = getattr(message, "id", 0)
+        if self._unanswered > PENDING and request:
+            text = f"{PENDING} requests are unanswered: wait for answers first"
+            self.line.refuse(request, Refusal(Kinds.BUSY, text))
+            return
         try:
             if isinstance(message, wire.OpenWindow):
                 self._open_window(message, fds)
             elif (do := self._do.get(type(message))) is None:
                 self.line.refuse(request, Refusal.bad("message", type(message).__name__, "Hello only once, first"))
-            elif self._unanswered > PENDING:
-                text = f"{PENDING} requests are unanswered: wait for answers first"
-                self.line.refuse(request, Refusal(Kinds.BUSY, text))
             else:
                 do(message)
         except Refusal as refusal:
-            self.line.refuse(request, refusal)
+            self._refuse(message, refusal)
+        except DriverError as error:
+            self._refuse(message, Refusal(Kinds.INTERNAL, f"the driver refused: {error}"))
+
+    def _refuse(self, message: wire.ClientMessage, why: Refusal) -> None:
+        if isinstance(message, wire.Start) and 0 <= message.program < wire.MAX_PROGRAMS:
+            why.run = wire.run_word(message.program, message.seq), message.seq
+        elif isinstance(message, wire.Run):
+            why.run = wire.run_word(-1, message.seq), message.seq
+        self.line.refuse(getattr(message, "id", 0), why)
 
     @property
     def _unanswered(self) -> int:
@@ -215,9 +229,10 @@ class Session:
     def disconnected(self, _why: str) -> None:
         """The connection is gone: give everything back, whatever was queued."""
         if not self.closing:
-            self.closing = True
+            self.closing = self.lease.closing = True
             self._lanes.forget(self.lease.id)
             self._ending = asyncio.get_running_loop().create_task(self._end())
+            self._ending.add_done_callback(self._steward.done)
 
     async def _end(self) -> None:
         steward, copies, lease = self._steward, self.copies, self.lease
@@ -225,10 +240,14 @@ class Session:
         self.share.end()
         while self._in_motion():
             await asyncio.sleep(PAUSE)
+        # From here on every gate is opened for good, so no plan may take a chunk of this lease any more.
+        for c in lease.chunks():
+            c.busy = True
         lost = [c for c in lease.chunks() if c.state is State.LOST]
         if lost:
-            await steward.in_thread(steward.backing.to_scratch, lost, lease.id)
-        await steward.in_thread(self._let_pass)
+            with suppress(OutOfMemory):  # without scratch memory for them their copies are dropped with the stream
+                await steward.in_thread(steward.backing.to_scratch, lost, lease.id)
+        await self._let_pass()
         await self.line.hang_up()
         for program in copies.programs.values():
             for graph in program.graphs:
@@ -252,8 +271,11 @@ class Session:
             c.busy or c.state is State.MOVING for c in lease.chunks()
         )
 
-    def _let_pass(self) -> None:
-        """On a worker: hand the slots over in the dead client's place until nothing that it queued is left."""
+    async def _let_pass(self) -> None:
+        """Hand the slots over in the dead client's place until nothing that it queued is left.
+
+        Not on a worker thread: a client that keeps its page and writes to it must not keep reclaims waiting.
+        """
         copies = self.copies
         self._steward.backing.gates.open([c.gate for c in self.lease.chunks()])
         flags = [
@@ -266,7 +288,7 @@ class Session:
         while not all(map(_passed, copies.streams.values())) and time.monotonic() < deadline:
             self.shared.fill(flags, value)
             value = wire.FULL - value
-            time.sleep(PAUSE)
+            await asyncio.sleep(PAUSE)
 
 
 def _passed(stream: Stream) -> bool:

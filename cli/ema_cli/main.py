@@ -2,9 +2,9 @@
 
 import typer
 
+from ema_cli.check import check
 from ema_cli.demo.command import demo
 from ema_cli.node import drain, leases, status
-from ema_cli.pools import check
 from ema_cli.replay import replay_command
 from ema_cli.up import up
 

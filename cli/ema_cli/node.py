@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,21 +64,23 @@ def status(folder: Folder = None, json_: Json = False) -> None:
         as_json(answer)
         return
     numbers = {g["id"]: str(g["index"]) for g in answer["gpus"]}
+    gpus = sorted(answer["gpus"], key=lambda g: g["index"])
+    for product, count in Counter(g["product"] for g in gpus).items():
+        screen.print(f"{count} × {product} ({answer['driver']})", highlight=False, markup=False)
     rows = [
         [
             str(g["index"]),
-            g["id"],
-            g["product"],
+            g["id"][:12],
             size(g["total"]),
             size(g["used"]),
             size(g["lent"]),
             size(g["free"]),
             g["sick"] or g["skipped"] or ("draining" if g["draining"] else "ok"),
         ]
-        for g in sorted(answer["gpus"], key=lambda g: g["index"])
+        for g in gpus
     ]
-    columns = ["GPU", "UUID", "product", "memory", "used by others", "lent", "free", "state"]
-    screen.print(table("", columns, rows, lambda c: c in columns[3:7]))
+    columns = ["GPU", "UUID", "memory", "used", "lent", "free", "state"]
+    screen.print(table(columns, rows, right=columns[2:6]))
     host = answer["host"]
     screen.print(
         f"host memory: {size(host['held'])} of {size(host['room'])} hold lent bytes and their copies", highlight=False
@@ -102,18 +105,17 @@ def leases(folder: Folder = None, json_: Json = False) -> None:
     rows = [
         [
             e["id"],
-            e["pool"],
             numbers.get(e["gpu"], e["gpu"]),
             size(e["wanted"]),
             size(sum(e["held"].values())),
-            ", ".join(f"{numbers.get(p, p)} {size(n)}" for p, n in e["held"].items()) or "–",
+            "\n".join(f"{numbers.get(p, p)}: {size(n)}" for p, n in sorted(e["held"].items())) or "–",
             size(e["limit"]),
             "–" if e["position"] is None else str(e["position"]),
         ]
         for e in answer
     ]
-    columns = ["lease", "pool", "borrower", "wants", "has", "where", "limit", "queue"]
-    screen.print(table("", columns, rows, lambda c: c in ("wants", "has", "limit", "queue")))
+    columns = ["lease", "borrower", "wants", "has", "where", "limit", "queue"]
+    screen.print(table(columns, rows, right=("wants", "has", "limit", "queue")))
 
 
 def drain(

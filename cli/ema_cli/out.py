@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -18,10 +19,23 @@ screen = Console()
 errors = Console(stderr=True)
 
 
+def complain(message: str) -> None:
+    """Say something on the error stream."""
+    errors.print(message, highlight=False, markup=False, soft_wrap=True)
+
+
 def fail(message: str, code: int = FAILED) -> typer.Exit:
     """Say what went wrong; raise what this returns."""
-    errors.print(f"[bold red]error:[/] {message}" if errors.is_terminal else f"error: {message}", highlight=False)
+    complain(f"error: {message}")
     return typer.Exit(code)
+
+
+def write_picture(path: Path, svg: str) -> None:
+    """Write a picture. Raises InvalidInput."""
+    try:
+        path.write_text(svg, "utf-8")
+    except OSError as error:
+        raise InvalidInput.of("--svg", str(path), f"a file that can be written ({error.strerror})") from None
 
 
 @contextmanager
@@ -31,7 +45,7 @@ def bad_input() -> Iterator[None]:
         yield
     except InvalidInput as refused:
         for one in refused.errors:
-            errors.print(f"error: {one}", highlight=False, markup=False, soft_wrap=True)
+            complain(f"error: {one}")
         raise typer.Exit(BAD_INPUT) from None
 
 
@@ -52,11 +66,11 @@ def size(amount: int | None) -> str:
     return f"{value:.2f} TiB"
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Callable[[str], bool]) -> Table:
-    """A table; columns for which `right` holds are right-aligned."""
-    made = Table(title=title, title_justify="left", header_style="bold")
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]) -> Table:
+    """A table whose columns named in `right` are right-aligned."""
+    made = Table(header_style="bold")
     for name in columns:
-        made.add_column(name, justify="right" if right(name) else "left", overflow="fold")
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
     for row in rows:
         made.add_row(*row)
     return made

@@ -7,16 +7,28 @@ import yaml
 from ema_core.api import MemoryPool, load_pools
 from ema_core.errors import InvalidInput
 
+LARGEST = 1 << 20
+"""Bytes of a pool file at most."""
+
+
+def read_pools(path: Path) -> list[MemoryPool]:
+    """The MemoryPools of a YAML file, at least one. Raises InvalidInput."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise InvalidInput.of("pool", str(path), f"a readable file ({error.strerror})") from error
+    if len(text) > LARGEST:
+        raise InvalidInput.of("pool", str(path), f"a file of at most {LARGEST} bytes")
+    try:
+        documents = [document for document in yaml.safe_load_all(text.decode("utf-8")) if document is not None]
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: bad UTF-8, dates, numbers
+        raise InvalidInput.of(str(path), str(error), "a YAML document") from error
+    return load_pools(documents)
+
 
 def read_pool(path: Path) -> MemoryPool:
     """The one MemoryPool of a YAML file. Raises InvalidInput."""
-    try:
-        documents = [document for document in yaml.safe_load_all(path.read_text("utf-8")) if document is not None]
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: bad UTF-8, dates, numbers
-        raise InvalidInput.of(str(path), str(error), "a YAML document") from error
-    except OSError as error:
-        raise InvalidInput.of("--pool", str(path), f"a readable file ({error.strerror})") from error
-    pools = load_pools(documents)
+    pools = read_pools(path)
     if len(pools) != 1:
         raise InvalidInput.of(str(path), len(pools), "just one MemoryPool")
     return pools[0]

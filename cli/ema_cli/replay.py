@@ -1,12 +1,11 @@
 """`ema replay`: what a request trace would gain from borrowing, in virtual time, before anything is installed."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from ema_cli.out import as_json, bad_input, complain, screen, write_picture
 from ema_cli.pool_file import read_pool
 from ema_cli.replay_report import as_object, picture, table
 from ema_cli.serving.presets import find_gpu, find_model
@@ -32,11 +31,10 @@ def replay_command(  # noqa: PLR0917 (typer takes options as parameters)
     patience: Annotated[str, typer.Option(help="How long a request waits to begin before it leaves.")] = "30s",
     seed: Annotated[int, typer.Option(help="Deals requests to instances.")] = 0,
     svg_path: Annotated[Path, typer.Option("--svg", help="Where the picture goes.")] = Path("ema-replay.svg"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Replay a request trace in virtual time: static partition, borrowing and twice the memory side by side."""
-    errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    try:
+    with bad_input():
         setup = Setup(
             requests=_read(trace),
             pool=read_pool(pool),
@@ -51,23 +49,17 @@ def replay_command(  # noqa: PLR0917 (typer takes options as parameters)
             seed=seed,
         )
         report = replay(setup)
-    except InvalidInput as refused:
-        errors.print(str(refused))
-        raise typer.Exit(2) from None
     for warning in implausible(setup.pool):
-        errors.print(f"warning: {warning}")
-    try:
-        svg_path.write_text(picture(report), "utf-8")
-    except OSError as error:
-        errors.print(f"--svg: got {str(svg_path)!r}; expected a file that can be written ({error.strerror})")
-        raise typer.Exit(2) from None
-    if as_json:
-        typer.echo(json.dumps(as_object(report)))
+        complain(f"warning: {warning}")
+    with bad_input():
+        write_picture(svg_path, picture(report))
+    if json_:
+        as_json(as_object(report))
     else:
-        Console().print(table(report))
+        screen.print(table(report))
         typer.echo(f"picture: {svg_path}")
     for shortfall in report.shortfalls:
-        errors.print(shortfall)
+        complain(shortfall)
     if report.shortfalls:
         raise typer.Exit(1)
 

@@ -11,7 +11,7 @@ from ema_agent.agent import Agent
 from ema_agent.metrics import Pages
 from ema_agent.serve import FolderTaken, Options, claim, serve
 from ema_cli.out import bad_input, fail, screen, size
-from ema_cli.pools import read_pools
+from ema_cli.pool_file import read_pools
 from ema_cli.sim_file import read_sim
 from ema_core import places
 from ema_core.api import MemoryPool

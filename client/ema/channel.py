@@ -152,6 +152,7 @@ class Channel:
         with self._lock:
             self.lost = why
             waiting, self._answers = self._answers, {}
+        self._sock.close()
         for answer in waiting.values():
             answer.set_exception(errors.AgentLost(why))
         self._ended(why)

@@ -191,13 +191,17 @@ class Pool:
         return program
 
     def share(self, size: int) -> Share:
-        """This GPU's own share of `size` bytes at most, which lends what it does not use. One per pool."""
+        """This GPU's own share of `size` bytes at most, which lends what it does not use. One per pool.
+
+        Making it opts in: until then the GPU that a client runs on lends nothing.
+        """
         with self._lock:
             if self._share is not None:
                 raise errors.InUse("this pool has a share already; grow that one or close it first")
             if size < self.chunk:
                 raise errors.BadInput("size", size, f"at least one chunk of {self.chunk} bytes")
             self._share = Share(self, size - size % self.chunk)
+            self.share_is()
             return self._share
 
     def close(self) -> None:

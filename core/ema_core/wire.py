@@ -19,7 +19,7 @@ MAX_DESCRIPTORS: Final = 4
 """Descriptors beside one packet at most."""
 
 MAX_COPIES: Final = 1024
-"""Copies of one program or run at most."""
+"""Copies of one program or run at most; a step that crosses chunks makes one copy of each."""
 
 MAX_REGIONS: Final = 1024
 MAX_PROGRAMS: Final = 64
@@ -59,11 +59,19 @@ def run_word(program: int, seq: int) -> int:
     return NOTICE_RUNS + 2 * (program + 1) + (seq & 1)
 
 
-class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Base of every message."""
+MAX_BYTES: Final = 1 << 56
+"""Amounts are below this many bytes."""
 
 
-class CopyStep(msgspec.Struct, array_like=True, frozen=True):
+class Message(msgspec.Struct, array_like=True, tag=True, frozen=True, forbid_unknown_fields=True):
+    """Base of every message.
+
+    More fields than this version knows are refused, except in what tells two versions apart (`Hello`, `Welcome`,
+    `Refused`).
+    """
+
+
+class CopyStep(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """One step: `size` bytes between a region and a slot. It waits for the slot, copies, and hands the slot over."""
 
     region: int
@@ -78,7 +86,7 @@ class CopyStep(msgspec.Struct, array_like=True, frozen=True):
 # --- from the client ---
 
 
-class Hello(Message, frozen=True):
+class Hello(Message, frozen=True, forbid_unknown_fields=False):
     """First message. `gpu` is the client's own GPU: a UUID, an index in decimal, or empty where there is but one."""
 
     version: int
@@ -155,7 +163,7 @@ class CloseProgram(Message, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """Start a program. One-way. `seq` counts up from 1 per program; one seen before is ignored."""
+    """Start a program. One-way. `seq` counts up from 1 per program number; one seen before is ignored."""
 
     program: int
     seq: int
@@ -200,7 +208,7 @@ class Goodbye(Message, frozen=True):
 # --- from the agent ---
 
 
-class Welcome(Message, frozen=True):
+class Welcome(Message, frozen=True, forbid_unknown_fields=False):
     """Answer to Hello. Beside it: the shared page, the notice page and, where the driver has them, a guest session."""
 
     version: int
@@ -226,7 +234,7 @@ class Done(Message, frozen=True):
     value: int = 0
 
 
-class Refused(Message, frozen=True):
+class Refused(Message, frozen=True, forbid_unknown_fields=False):
     """The request with this `id` (0: the one-way message or packet just received) was not carried out.
 
     `kind` is one of `Kinds`; `field`, `value` and `expected` are set for bad input.
@@ -240,6 +248,9 @@ class Refused(Message, frozen=True):
     expected: str = ""
     position: int = -1
     """For `pool-full`: the place in the queue when time ran out (0 was next)."""
+    word: int = -1
+    """For a refused Start or Run: the notice word of the run that does not take place, and its number."""
+    seq: int = 0
 
 
 class Queued(Message, frozen=True):

@@ -75,7 +75,7 @@ class Peer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, str(PEER), role, str(theirs.fileno()), address]
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])  # noqa: S603
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         self.link = ours
         self.link.settimeout(20)
 

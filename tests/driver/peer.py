@@ -1,6 +1,7 @@
 """Another process in the contract suite: `peer.py ROLE FD ADDRESS`, commands over the socket FD."""
 
 import mmap
+import os
 import random
 import socket
 import sys
@@ -82,6 +83,26 @@ def queue(link: Link, address: str) -> None:
     link.hear()
 
 
+def churn(link: Link, address: str) -> None:
+    """Take, map, copy, hand over and give back, until killed."""
+    driver = SimDriver.connect(address)
+    gpu, other = (device.id for device in driver.devices()[:2])
+    size = 4 << 20
+    stream = driver.stream(gpu)
+    link.tell("ready")
+    while True:
+        a, b = driver.create(gpu, size), driver.create(other, size)
+        at = driver.reserve(2 * size)
+        driver.map([(at, a), (Address(at + size), b)])
+        held = driver.export(a)
+        stream.enqueue([Copy(at, at + size, size)] * 2)
+        stream.synchronize(5)
+        driver.unmap([at, Address(at + size)])
+        driver.release([a, b])
+        os.close(held)
+        driver.unreserve([at])
+
+
 class Borrower:
     """Serves slots: checks what was fetched, and stores new versions of chunks."""
 
@@ -142,7 +163,7 @@ def borrow(link: Link, _: str) -> None:
         link.tell(f"step {fetched} {stored}")
 
 
-ROLES = {"hold": hold, "create": create, "store": store, "queue": queue, "borrow": borrow}
+ROLES = {"hold": hold, "create": create, "store": store, "queue": queue, "churn": churn, "borrow": borrow}
 
 if __name__ == "__main__":
     ROLES[sys.argv[1]](Link(int(sys.argv[2])), sys.argv[3])

@@ -1,7 +1,9 @@
 """Physical memory: create, map, hand over, give back; free bytes count what anybody still holds."""
 
 import os
+import random
 import signal
+import time
 
 import pytest
 
@@ -168,6 +170,20 @@ def test_what_only_a_dead_process_held_makes_room_for_a_creation(
         holder.send(signal.SIGKILL)
         holder.process.wait()
         driver.release([driver.create(gpus[0], room)])
+
+
+def test_a_process_killed_at_any_moment_leaves_nothing(backend: Backend, driver: MemoryDriver) -> None:
+    before = driver.memory()
+    rand = random.Random(3)
+    for _ in range(8):
+        with peer("churn", backend.address) as other:
+            other.hear()
+            time.sleep(rand.uniform(0, 0.03))  # the moment is what varies
+            other.send(signal.SIGKILL)
+            other.process.wait()
+        end = time.monotonic() + 5
+        while driver.memory() != before:
+            assert time.monotonic() < end, "bytes of a dead process are still taken"
 
 
 def test_adopt_refuses_what_is_no_memory_of_this_driver(driver: MemoryDriver, gpus: list[GpuId]) -> None:

@@ -117,7 +117,7 @@ def test_two_streams_share_a_link_fairly(driver: MemoryDriver, gpus: list[GpuId]
     to, _ = window(driver, gpus[0], size)
     page = driver.words(4)
     greedy, modest = driver.stream(gpus[0]), driver.stream(gpus[0])
-    greedy.enqueue([Wait(page, 0, 1), *[Copy(to, of, size)] * 8, Write(page, 1, 1)])
+    greedy.enqueue([Wait(page, 0, 1), *[Copy(to, of, size)] * 40, Write(page, 1, 1)])
     modest.enqueue([Wait(page, 0, 1), *[Copy(to, of, MIB)] * 4, Write(page, 2, 1)])
     page.store(0, 1)
     assert page.wait(2, 1, 5)
@@ -278,6 +278,19 @@ def test_a_closed_stream_drops_what_is_queued(driver: MemoryDriver, gpus: list[G
         stream.enqueue([Write(page, 1, 1)])
     with pytest.raises(InvalidUse):
         driver.stream(GpuId(Place("GPU-of-nobody")))
+
+
+def test_a_stream_can_be_closed_in_the_middle_of_its_operations(driver: MemoryDriver, gpus: list[GpuId]) -> None:
+    page = driver.words(4)
+    for _ in range(5):
+        stream = driver.stream(gpus[0])
+        stream.enqueue([Write(page, 1, 1), *(Write(page, 0, i) for i in range(30_000))])
+        assert page.wait(1, 1, 5)
+        stream.close()
+        reached = page.load(0)
+        assert not page.wait(0, 29_999, 0.01)
+        assert page.load(0) == reached
+        page.fill([0, 1], 0)
 
 
 def test_what_is_closed_or_of_another_session_cannot_be_used_and_costs_nothing(

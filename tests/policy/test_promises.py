@@ -10,9 +10,9 @@ from ema_core.ids import HOST
 from ema_core.plan import Cause
 from ema_core.policy import apply, lendable, plan
 from ema_core.state import NodeState, PoolPolicy
-from policy.nodes import lent, on_gpus, worlds
+from policy.nodes import lent, mesh, on_gpus, worlds
 
-moderate = settings(max_examples=120, deadline=None)
+moderate = settings(max_examples=80, deadline=None)
 
 
 def disturb(state: NodeState, dice: random.Random, *, kinds: int = 4) -> NodeState:
@@ -162,3 +162,36 @@ def test_nobody_gets_gpu_memory_beyond_his_entitlement(history: History) -> None
         if lease.id in granted:
             assert lease.held_total <= done.entitlement[lease.id]
             assert on_gpus(lease) <= done.entitlement[lease.id]
+
+
+@moderate
+@given(histories)
+def test_on_a_full_mesh_everybody_has_his_entitlement_as_soon_as_nothing_protects_others(history: History) -> None:
+    (state, pools), dice, rounds = history
+    of = replace(pools[0], min_hold=0.0, host_lend=0, spill_to_peer=True)
+    leases = tuple(replace(x, kept=0, pool=of.name) for x in state.leases)
+    state = replace(state, leases=leases, paths=mesh(len(state.gpus)))
+    state, now = lived(state, [of], dice, rounds)
+    done = plan(state, [of], now)
+    assert done.entitlement is not None
+    for lease in apply(state, done, now).leases:
+        assert on_gpus(lease) >= done.entitlement[lease.id]
+
+
+@moderate
+@given(histories)
+def test_nobody_waits_for_what_a_lower_priority_has_and_he_could_reach(history: History) -> None:
+    (state, pools), dice, rounds = history
+    state, now = lived(state, pools, dice, rounds)
+    done = plan(state, pools, now)
+    after = apply(state, done, now)
+    share = done.entitlement or {}
+    hold = {p.name: p.min_hold for p in pools}
+    for high in after.leases:
+        rested = now - high.reclaimed_at >= hold[high.pool]
+        if not rested or high.kept or high.held_total >= share[high.id]:
+            continue
+        for low in after.leases:
+            if low.priority < high.priority and low.pool == high.pool and on_gpus(low) > share[low.id]:
+                reached = {g for g in low.held if (g, high.gpu) in after.paths and g != HOST}
+                assert not reached, (high, low)

@@ -306,3 +306,28 @@ def test_a_plan_that_takes_what_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match=r"lease a holds 4 kept bytes too few at GPU-1"):
         apply(state, stale, 0.0)
     assert on_gpus(by_id(after)["a"]) == 4
+
+
+def test_the_worked_example_of_the_policys_page() -> None:
+    of = [pool(3, host_spill=8)]
+    idle = gpus(0, 0, 10)
+    state = node(idle, lease("train", 0, kept=10))
+    state = apply(state, plan(state, of, 0.0), 0.0)
+    assert by_id(state)["train"].held_total == 8
+
+    state = replace(state, leases=(*state.leases, lease("serve", 1, 6, priority=5)))
+    done = plan(state, of, 10.0)
+    assert done.entitlement == {"train": 4, "serve": 6}
+    assert done.moves == (Move(LeaseId("train"), gid(2), HOST, 4, droppable=False, cause=Cause.PRIORITY),)
+    state = apply(state, done, 10.0)
+
+    state = replace(state, gpus=(*idle[:2], replace(idle[2], used=5)))
+    done = plan(state, of, 20.0)
+    assert done.entitlement == {"train": 0, "serve": 5}
+    assert done.moves == (Move(LeaseId("train"), gid(2), HOST, 4, droppable=False, cause=Cause.HEADROOM),)
+    assert done.drops == (Drop(LeaseId("serve"), gid(2), 1, Cause.HEADROOM),)
+    state = replace(apply(state, done, 20.0), gpus=idle)
+
+    assert plan(state, of, 24.0).empty
+    after = by_id(apply(state, plan(state, of, 25.0), 25.0))
+    assert [on_gpus(after["serve"]), on_gpus(after["train"])] == [6, 4]

@@ -185,7 +185,7 @@ def test_the_command_prints_one_json_object(tmp_path: Path) -> None:
         (["--active", "9"], "--active: got 9; expected at most 8"),
         (["--patience", "30"], "--patience: got '30'; expected a duration"),
         (["--link", "wifi"], "link: got 'wifi'"),
-        (["--pool", "/nowhere.yaml"], "--pool: got '/nowhere.yaml'; expected a readable file"),
+        (["--pool", "/nowhere.yaml"], "pool: got '/nowhere.yaml'; expected a readable file"),
         (["--svg", "/nowhere/x.svg"], "--svg: got '/nowhere/x.svg'"),
     ],
 )

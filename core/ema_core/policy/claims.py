@@ -15,7 +15,6 @@ from functools import lru_cache
 from operator import add, gt
 from typing import NamedTuple
 
-from ema_core.ids import LeaseId
 from ema_core.policy.draft import Draft
 from ema_core.policy.entitlement import Claims, Shared, shares
 from ema_core.policy.lendable import whole_chunks
@@ -25,13 +24,11 @@ from ema_core.policy.reach import bits, unions
 class _Facts(NamedTuple):
     """All that entitlements follow from."""
 
-    # One entry per lease
+    # One entry per lease, older first
     group: tuple[int, ...]
     pool: tuple[int, ...]
     weight: tuple[int, ...]
     priority: tuple[int, ...]
-    asked_at: tuple[float, ...]
-    id: tuple[LeaseId, ...]
     kept: tuple[int, ...]
     droppable: tuple[int, ...]
     limit: tuple[int, ...]
@@ -73,8 +70,6 @@ def entitle(draft: Draft) -> None:
         pool=tuple(draft.pool_of),
         weight=tuple(draft.weight),
         priority=tuple(draft.priority),
-        asked_at=tuple([lease.asked_at for lease in draft.leases]),
-        id=tuple([lease.id for lease in draft.leases]),
         kept=tuple(kept),
         droppable=tuple(draft.droppable_wanted),
         limit=tuple(draft.limits),
@@ -101,29 +96,20 @@ def _entitled(facts: _Facts) -> _Shares:
     if facts.sunk:
         kept = _fill_refuge(facts)
     wanted = list(map(min, facts.limit, map(add, kept, facts.droppable)))
-    claims = _claims(facts, facts.group, facts.group_chunk, range(len(facts.group)))
+    claims = Claims(facts.group, facts.weight, facts.priority, facts.group_chunk)
     gpu = _fill(claims, [0] * len(wanted), facts.assured, wanted, facts.shared)
     if any(facts.host_lend) and gpu != wanted:
         return _Shares(kept, gpu, _fill_host(facts, gpu, wanted))
     return _Shares(kept, gpu, gpu)
 
 
-def _claims(facts: _Facts, group: Sequence[int], chunk: Sequence[int], among: Sequence[int]) -> Claims:
-    """The claims of some leases; `group` as given, or each pool as one group."""
-    asked_at, names = facts.asked_at, facts.id
-
-    def tie(n: int) -> tuple[float, str]:
-        i = among[n]
-        return asked_at[i], names[i]
-
-    weight, priority = facts.weight, facts.priority
-    return Claims([group[i] for i in among], [weight[i] for i in among], [priority[i] for i in among], chunk, tie)
-
-
 def _fill(
     claims: Claims, low: Sequence[int], assured: Sequence[int], high: Sequence[int], shared: Sequence[Shared]
 ) -> list[int]:
     """Guaranteed amounts first, the rest after them."""
+    shared = claims.scarce(high, shared)
+    if not shared:
+        return list(high)
     floor = list(map(max, low, map(min, assured, high)))
     if any(map(gt, floor, low)):
         low = shares(claims, low, floor, shared)
@@ -132,7 +118,7 @@ def _fill(
 
 def _fill_refuge(facts: _Facts) -> list[int]:
     """Kept bytes that have, or can get, a refuge in host memory."""
-    claims = _claims(facts, facts.pool, facts.chunk, range(len(facts.pool)))
+    claims = Claims(facts.pool, facts.weight, facts.priority, facts.chunk)
     sunk = [whole_chunks(held, facts.chunk[p]) for held, p in zip(facts.sunk, facts.pool, strict=True)]
     rooms = [(room, (p,)) for p, room in enumerate(facts.host_room)]
     filled = _fill(claims, sunk, facts.assured, list(map(max, sunk, facts.kept)), rooms)
@@ -148,7 +134,8 @@ def _fill_host(facts: _Facts, gpu: list[int], wanted: list[int]) -> list[int]:
     for i in short:
         lent[pool[i]] += gpu[i]
     rooms = [(lent[p] + whole_chunks(room, facts.chunk[p]), (p,)) for p, room in enumerate(facts.host_lend)]
-    claims = _claims(facts, pool, facts.chunk, short)
+    weight, priority = [facts.weight[i] for i in short], [facts.priority[i] for i in short]
+    claims = Claims([pool[i] for i in short], weight, priority, facts.chunk)
     low, assured, high = [gpu[i] for i in short], [facts.assured[i] for i in short], [wanted[i] for i in short]
     for i, amount in zip(short, _fill(claims, low, assured, high, rooms), strict=True):
         both[i] = amount

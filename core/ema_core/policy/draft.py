@@ -4,7 +4,7 @@ Places are small integers: the GPUs by their ids' order, then host memory, then 
 longer has. Bytes that are shifted twice are booked as one way from where they were to where they end.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -41,11 +41,14 @@ Spots = tuple[tuple[Place, int], ...]
 
 
 class Draft:
-    """Working state of one call of `plan`. Lists with one entry per lease follow the order of `leases`."""
+    """Working state of one call of `plan`. Lists with one entry per lease follow the order of `leases`: older first.
+
+    That order decides among equals everywhere; it makes the plan independent of the order of the input.
+    """
 
     def __init__(self, state: NodeState, pools: Sequence[PoolPolicy], now: float) -> None:
         self.now = now
-        self.leases: Sequence[Lease] = sorted(state.leases, key=attrgetter("id"))
+        self.leases: Sequence[Lease] = sorted(state.leases, key=attrgetter("asked_at", "id"))
         self.pools = sorted(pools, key=lambda pool: pool.name)
         names = [pool.name for pool in self.pools]
         if len(set(names)) != len(names):
@@ -303,18 +306,16 @@ class Draft:
 
     # The result
 
-    def ways(self) -> Iterator[tuple[Way, int, Cause]]:
-        """All changes, in an order in which each finds the room that it needs."""
-        for way, (size, cause) in self._ways.items():
-            yield way, size, cause
-
     def finish(self) -> Plan:
-        """The plan without its queue and entitlements."""
+        """The plan without its queue and entitlements.
+
+        Changes come in an order in which each finds the room that it needs.
+        """
         moves: list[Move] = []
         drops: list[Drop] = []
         grants: list[Grant] = []
         places = self.places
-        for (i, source, target, droppable), size, cause in self.ways():
+        for (i, source, target, droppable), (size, cause) in self._ways.items():
             lease: LeaseId = self.leases[i].id
             if source == NEW:
                 grants.append(Grant(lease, places[target], size, droppable))

@@ -1,16 +1,16 @@
 """Weighted max-min with floors, ceilings and shared capacities, in whole chunks, exactly.
 
 The rule: chunks are handed out one by one. The k-th chunk of a claim has the key k * chunk / weight; the chunk with the
-smallest key is next, the older and then the smaller name first among equals. A chunk that no longer fits closes its
-group for good, because capacity only shrinks. On a polymatroid this greedy order *is* weighted max-min (the
-lexicographically best vector), and it leaves no question about remainders.
+smallest key is next, the earlier claim (the older, then the smaller name) first among equals. A chunk that no longer
+fits closes its group for good, because capacity only shrinks. On a polymatroid this greedy order *is* weighted max-min
+(the lexicographically best vector), and it leaves no question about remainders.
 
 What runs does not hand out chunks one by one. It jumps to the highest common level at which everything still fits and
 hands out only the last, partial level singly.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from math import lcm
 from typing import NamedTuple
@@ -23,28 +23,46 @@ Shared = tuple[int, tuple[int, ...]]
 
 
 class Claims:
-    """Who competes, sorted out once for several fillings. One list entry per claim; `chunk` has one per group."""
+    """Who competes, sorted out once for several fillings.
 
-    __slots__ = ("chunk", "group", "tie", "tiers")
+    One entry per claim, in the order that counts among equals; `chunk` has one per group.
+    """
+
+    __slots__ = ("_priority", "_tiers", "_weight", "chunk", "group")
 
     def __init__(
-        self,
-        group: Sequence[int],
-        weight: Sequence[int],
-        priority: Sequence[int],
-        chunk: Sequence[int],
-        tie: Callable[[int], tuple[float, str]],
+        self, group: Sequence[int], weight: Sequence[int], priority: Sequence[int], chunk: Sequence[int]
     ) -> None:
-        self.group, self.chunk, self.tie = group, chunk, tie
-        found: dict[tuple[int, int, int], list[int]] = {}
-        for i, key in enumerate(zip(priority, group, weight, strict=True)):
-            if key in found:
-                found[key].append(i)
-            else:
-                found[key] = [i]
-        self.tiers: dict[int, list[Cell]] = {p: [] for p in sorted(set(priority), reverse=True)}
-        for (p, g, w), members in found.items():
-            self.tiers[p].append((g, w, members))
+        self.group, self.chunk = group, chunk
+        self._weight, self._priority = weight, priority
+        self._tiers: list[list[Cell]] = []
+
+    def tiers(self) -> list[list[Cell]]:
+        """The cells of each priority, highest first."""
+        if not self._tiers:
+            found: dict[tuple[int, int, int], list[int]] = {}
+            for i, key in enumerate(zip(self._priority, self.group, self._weight, strict=True)):
+                if key in found:
+                    found[key].append(i)
+                else:
+                    found[key] = [i]
+            tiers: dict[int, list[Cell]] = {p: [] for p in sorted(set(self._priority), reverse=True)}
+            for (p, g, w), members in found.items():
+                tiers[p].append((g, w, members))
+            self._tiers = list(tiers.values())
+        return self._tiers
+
+    def sums(self, amounts: Sequence[int]) -> list[int]:
+        """Bytes of each group."""
+        sums = [0] * len(self.chunk)
+        for g, amount in zip(self.group, amounts, strict=True):
+            sums[g] += amount
+        return sums
+
+    def scarce(self, high: Sequence[int], shared: Sequence[Shared]) -> list[Shared]:
+        """The capacities that do not suffice for everybody's `high`; the others can never bind."""
+        highs = self.sums(high)
+        return [(cap, inside) for cap, inside in shared if sum([highs[g] for g in inside]) > cap]
 
 
 def shares(claims: Claims, low: Sequence[int], high: Sequence[int], shared: Sequence[Shared]) -> list[int]:
@@ -52,27 +70,37 @@ def shares(claims: Claims, low: Sequence[int], high: Sequence[int], shared: Sequ
 
     `low` must fit; every amount is a multiple of its group's chunk. O(n log n) beside one search per group that closes.
     """
-    groups = len(claims.chunk)
-    lows, highs = [0] * groups, [0] * groups
-    for g, lo, hi in zip(claims.group, low, high, strict=True):
-        lows[g] += lo
-        highs[g] += hi
-    scarce = [(cap, inside) for cap, inside in shared if sum([highs[g] for g in inside]) > cap]
+    scarce = claims.scarce(high, shared)
     if not scarce:
         return list(high)
+    groups, lows = len(claims.chunk), claims.sums(low)
     got = list(high)
     slack = [cap - sum([lows[g] for g in inside]) for cap, inside in scarce]
     bound: list[list[int]] = [[] for _ in range(groups)]
     for u, (_, inside) in enumerate(scarce):
         for g in inside:
             bound[g].append(u)
-    for cells in claims.tiers.values():
+    for cells in claims.tiers():
+        need = _need(cells, low, high, groups)
+        rest = [left - sum([need[g] for g in inside]) for left, (_, inside) in zip(slack, scarce, strict=True)]
+        if min(rest) >= 0:
+            # `got` began with everybody's `high`.
+            slack = rest
+            continue
         tier = _Tier(claims, low, high, bound=bound, slack=slack)
         for g, weight, members in cells:
-            if bound[g]:
+            if need[g] and bound[g]:
                 tier.enter(g, weight, members, got)
         tier.fill(got)
     return got
+
+
+def _need(cells: list[Cell], low: Sequence[int], high: Sequence[int], groups: int) -> list[int]:
+    need = [0] * groups
+    for g, _, members in cells:
+        for i in members:
+            need[g] += high[i] - low[i]
+    return need
 
 
 class _Rung(NamedTuple):
@@ -232,24 +260,23 @@ class _Tier:
 
     def _hand_out(self, last: dict[int, list[_Last]], critical: dict[int, list[int]], spare: list[int]) -> list[int]:
         """Leave in `last` only the chunks that fit, in the order of their keys; returns the groups that close."""
-        tie = self._claims.tie
         contested = [each for g, rungs in last.items() if critical[g] for each in rungs if each[3]]
         common = lcm(*{rung.weight for rung, *_ in contested})
         queue = []
         for n, (rung, level, _, raised) in enumerate(contested):
             key = (level + rung.step) * (common // rung.weight)
-            queue += [(key, tie(i), i, n) for i in raised]
+            queue += [(key, i, n) for i in raised]
             raised.clear()
         queue.sort()
         limits = {u for rung, *_ in contested for u in critical[rung.group]}
         if len(limits) == 1 and len({rung.step for rung, *_ in contested}) == 1:
             # One capacity, one size: the first so many get theirs.
             fit = spare[limits.pop()] // contested[0][0].step
-            for _, _, i, n in queue[:fit]:
+            for _, i, n in queue[:fit]:
                 contested[n][3].append(i)
             return list({contested[n][0].group: None for *_, n in queue[fit:]})
         closed: dict[int, None] = {}
-        for _, _, i, n in queue:
+        for _, i, n in queue:
             rung, _, _, raised = contested[n]
             g = rung.group
             if g in closed:

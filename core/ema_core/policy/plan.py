@@ -31,14 +31,14 @@ def plan(state: NodeState, pools: Sequence[PoolPolicy], now: float) -> Plan:
 
 
 def _queue(draft: Draft) -> tuple[Waiting, ...]:
-    short = []
-    wants = list(map(add, draft.kept_wanted, draft.droppable_wanted))
-    held = list(map(add, draft.on_gpus, draft.on_host))
-    for i, most in enumerate(map(min, wants, draft.limits)):
-        if held[i] < most:
-            lease = draft.leases[i]
-            missing = min(lease.kept + lease.droppable, most) - held[i]
-            if missing > 0:
-                short.append((-lease.priority, lease.asked_at, lease.id, missing))
-    short.sort()
-    return tuple([Waiting(lease, missing, n) for n, (_, _, lease, missing) in enumerate(short)])
+    leases, held = draft.leases, list(map(add, draft.on_gpus, draft.on_host))
+    most = list(map(min, map(add, draft.kept_wanted, draft.droppable_wanted), draft.limits))
+    below = [i for i, (has, top) in enumerate(zip(held, most, strict=True)) if has < top]
+    below.sort(key=draft.priority.__getitem__, reverse=True)
+    queue: list[Waiting] = []
+    for i in below:
+        lease = leases[i]
+        missing = min(lease.kept + lease.droppable, most[i]) - held[i]
+        if missing > 0:
+            queue.append(Waiting(lease.id, missing, len(queue)))
+    return tuple(queue)

@@ -9,7 +9,6 @@ from operator import add
 
 from ema_core.plan import Cause
 from ema_core.policy.draft import DROPPABLE, GONE, KINDS, Draft
-from ema_core.state import Lease
 
 
 def leave(draft: Draft, i: int, source: int, size: int, cause: Cause) -> int:
@@ -88,7 +87,9 @@ def _strand(draft: Draft, i: int, k: int, size: int, cause: Cause) -> int:
 
 def relieve(draft: Draft) -> None:
     """All that must leave, whoever asks: over a limit, over a barred path, off a GPU that lends no more or too much."""
-    _shrink(draft)
+    held = map(add, draft.on_gpus, draft.on_host)
+    over = [i for i, (has, most) in enumerate(zip(held, draft.limits, strict=True)) if has > most]
+    _shrink(draft, over)
     for i, k in sorted(draft.barred):
         _leave(draft, i, k, sum(draft.book(i)[k]), Cause.HEALTH)
         _strand(draft, i, k, sum(draft.book(i)[k]), Cause.HEALTH)
@@ -98,7 +99,7 @@ def relieve(draft: Draft) -> None:
             reclaim(draft, k, draft.lent[k], draft.holders(k), refused)
     _lighten(draft)
     _clear_host(draft)
-    _still_over(draft)
+    _still_over(draft, over)
 
 
 def _lighten(draft: Draft) -> None:
@@ -145,10 +146,10 @@ def _yield_host(draft: Draft, size: int, among: list[int]) -> None:
             return
 
 
-def _shrink(draft: Draft) -> None:
+def _shrink(draft: Draft, over_limit: list[int]) -> None:
     """A lease over its limit loses droppable bytes, slowest place first."""
-    for i, lease in _over_limit(draft):
-        over = draft.held(i) - lease.limit
+    for i in over_limit:
+        over = draft.held(i) - draft.leases[i].limit
         if not draft.pools[draft.pool_of[i]].spill_to_drop:
             continue
         for k in _slowest_first(draft, i):
@@ -159,19 +160,12 @@ def _shrink(draft: Draft) -> None:
                 over -= part
 
 
-def _still_over(draft: Draft) -> None:
+def _still_over(draft: Draft, over_limit: list[int]) -> None:
     """Kept bytes over a limit are nobody's to take: they are overdue where they ended, slowest place first."""
-    for i, lease in _over_limit(draft):
-        over = draft.held(i) - lease.limit
+    for i in over_limit:
+        over = draft.held(i) - draft.leases[i].limit
         for k in _slowest_first(draft, i):
             over -= _strand(draft, i, k, over, Cause.SHRINK)
-
-
-def _over_limit(draft: Draft) -> list[tuple[int, Lease]]:
-    held, limits = map(add, draft.on_gpus, draft.on_host), draft.limits
-    # The limit in whole chunks is a quick sieve; what counts is the limit itself.
-    suspects = [i for i, (has, most) in enumerate(zip(held, limits, strict=True)) if has > most]
-    return [(i, draft.leases[i]) for i in suspects if draft.held(i) > draft.leases[i].limit]
 
 
 def _slowest_first(draft: Draft, i: int) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from ema_core.ids import GpuId, Place
+from ema_driver import shared_memory
 from ema_driver.errors import ContextLost, InvalidUse
 from ema_driver.protocol import Address, Device, Handle, HealthEvent, Link, MemoryInfo
 from ema_driver.sim import linux, wire
@@ -41,6 +42,7 @@ class SimDriver:
     name = "sim"
 
     def __init__(self, link: socket.socket) -> None:
+        shared_memory.require()
         self._channel = Channel(link)
         self._closed = False
         try:
@@ -139,7 +141,7 @@ class SimDriver:
         if count <= 0:
             raise InvalidUse(f"words: count {count}; must be positive")
         size = -(-(count + wire.HIDDEN_WORDS) * 4 // mmap.PAGESIZE) * mmap.PAGESIZE
-        fd = linux.sealed_memory("ema-words", size)
+        fd = shared_memory.sealed_memory("ema-words", size)
         try:
             return self.adopt_words(fd, size // 4 - wire.HIDDEN_WORDS)
         finally:
@@ -170,7 +172,7 @@ class SimDriver:
             at = ctypes.addressof(ctypes.c_char.from_buffer(area))
             for fd, (offset, length) in zip(fds, pieces, strict=True):
                 skip = offset % mmap.PAGESIZE
-                linux.map_over(at, fd, offset - skip, skip + length)
+                shared_memory.map_over(at, fd, offset - skip, skip + length)
                 at += skip + length
         finally:
             for fd in fds:

@@ -12,12 +12,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ema_driver.sim import linux
+from ema_driver import shared_memory
 from ema_driver.sim.faults import Fault
 
 VERSION = 1
 IN_FILE = b"\x00"
-INLINE_LIMIT = 128 << 10
+INLINE_LIMIT = 64 << 10
 """Bytes; the kernel refuses messages above about 212 KB."""
 BODY_LIMIT = 16 << 20
 MAX_FDS = 64
@@ -285,7 +285,7 @@ def send(link: socket.socket, body: bytes, fds: Sequence[int] = ()) -> None:
         else:
             link.send(body)
         return
-    file = linux.sealed_memory("ema-message", len(body))
+    file = shared_memory.sealed_memory("ema-message", len(body))
     try:
         os.pwrite(file, body, 0)
         socket.send_fds(link, [IN_FILE], [*fds, file])
@@ -307,7 +307,9 @@ def receive(link: socket.socket) -> tuple[bytes, list[int]]:
         file = held.pop()
         try:
             # Only a memory file: reading anything else could block whoever reads.
-            body = os.pread(file, min(os.fstat(file).st_size, BODY_LIMIT), 0) if linux.is_sealed(file) else b"\xc1"
+            body = (
+                os.pread(file, min(os.fstat(file).st_size, BODY_LIMIT), 0) if shared_memory.is_sealed(file) else b"\xc1"
+            )
         finally:
             os.close(file)
     return body, held

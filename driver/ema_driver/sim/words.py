@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from ema_driver import shared_memory
 from ema_driver.errors import ContextLost, InvalidUse
-from ema_driver.sim import linux, wire
+from ema_driver.sim import wire
 from ema_driver.sim.channel import Channel
 from ema_driver.sim.wire import ARMED
 
@@ -51,7 +52,7 @@ class SimWords:
         """Write the word, fence, wake."""
         self.check(index, value)
         self._words[index] = value
-        linux.wake(self._base + 4 * index)
+        shared_memory.wake(self._base + 4 * index)
         if self._words[ARMED]:
             self._ring()
 
@@ -62,7 +63,7 @@ class SimWords:
         for index in indices:
             self._words[index] = value
         for index in indices:
-            linux.wake(self._base + 4 * index)
+            shared_memory.wake(self._base + 4 * index)
         if self._words[ARMED]:
             self._ring()
 
@@ -79,7 +80,7 @@ class SimWords:
             left = end - time.monotonic()
             if left <= 0:
                 return False
-            linux.sleep_on(address, now, min(left, _RECHECK))
+            shared_memory.sleep_on(address, now, min(left, _RECHECK))
         return True
 
     def fileno(self) -> int:

@@ -54,7 +54,7 @@ print("up", flush=True)
 signal.pause()
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as agent:  # noqa: S603
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as agent:
         assert agent.stdout is not None
         assert agent.stdout.readline() == b"up\n"
         with SimDriver.connect(tmp_path / "sim.sock") as client:

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from queue import SimpleQueue
 
 from ema_core.ids import Place
+from ema_driver import shared_memory
 from ema_driver.errors import InvalidUse, OutOfMemory
-from ema_driver.sim import linux
 from ema_driver.sim.server.loop import Loop
 
 
@@ -25,9 +25,9 @@ class Allocation:
 
     def __init__(self, place: Place, size: int) -> None:
         self.place, self.size = place, size
-        self.fd = linux.sealed_memory("ema-sim", size)
+        self.fd = shared_memory.sealed_memory("ema-sim", size)
         try:
-            self.base = linux.map_shared(self.fd, size)
+            self.base = shared_memory.map_shared(self.fd, size)
         except OSError:
             os.close(self.fd)
             raise
@@ -113,7 +113,7 @@ class Accounts:
     def find(self, fd: int, size: int) -> Allocation:
         """The allocation behind a descriptor. Raises InvalidUse."""
         # Asked first: `fstat` of some foreign file systems can block, this cannot.
-        if not linux.is_sealed(fd):
+        if not shared_memory.is_sealed(fd):
             raise InvalidUse("adopt: the descriptor is no memory file sealed against resizing")
         stat = os.fstat(fd)
         allocation = self._by_inode.get(stat.st_ino)
@@ -158,5 +158,5 @@ class Accounts:
         # Giving a gigabyte back takes the kernel tens of milliseconds, and the loop must not wait for it.
         while True:
             for allocation in self._dead.get():
-                linux.unmap(allocation.base, allocation.size)
+                shared_memory.unmap(allocation.base, allocation.size)
                 os.close(allocation.fd)

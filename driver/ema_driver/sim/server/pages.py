@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
+from ema_driver import shared_memory
 from ema_driver.errors import InvalidUse
-from ema_driver.sim import linux
 from ema_driver.sim.server.loop import Loop, now
 from ema_driver.sim.wire import ARMED, HIDDEN_WORDS
 
@@ -60,7 +60,7 @@ class Pages:
 
     def register(self, fd: int, count: int) -> Page:
         """The page behind a descriptor. Raises InvalidUse."""
-        if not linux.is_sealed(fd):
+        if not shared_memory.is_sealed(fd):
             raise InvalidUse("words: the descriptor is no memory file sealed against resizing")
         stat = os.fstat(fd)
         needed = (count + HIDDEN_WORDS) * 4
@@ -95,7 +95,7 @@ class Pages:
             self._watched.add(page)
             # Armed first, fence, then look: a store that sees no arming is seen by this look.
             page.words[ARMED] = 1
-            linux.wake(page.base)
+            shared_memory.wake(page.base)
         page.check(index)
         if not self._ticking:
             self._ticking = True

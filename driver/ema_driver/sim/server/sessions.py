@@ -4,25 +4,21 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from ema_core.ids import HOST, GpuId, Place
-from ema_driver.errors import ContextLost, DriverError, InvalidUse, OutOfMemory
+from ema_driver.errors import DriverError, InvalidUse, OutOfMemory
 from ema_driver.protocol import HealthEvent
 from ema_driver.sim import wire
 from ema_driver.sim.server.accounts import Allocation
-from ema_driver.sim.server.lanes import Job, Segment
+from ema_driver.sim.server.connection import Connection
+from ema_driver.sim.server.execution import Execution
 from ema_driver.sim.server.loop import now
 from ema_driver.sim.server.machine import Machine
-from ema_driver.sim.server.space import AddressSpace
-from ema_driver.sim.server.streams import COPY, WAIT, WRITE, Compiled, Program, Stream, lost
+from ema_driver.sim.server.streams import lost
 
-if TYPE_CHECKING:
-    from ema_driver.sim.server.pages import Page
-
-_MESSAGES_A_TURN = 16
 _KEPT_EVENTS = 1000
 OBJECT_LIMIT = 100_000
 """Handles, streams and graphs of one session, each."""
@@ -30,26 +26,20 @@ PAGE_COUNT = 1000
 """Pages of one session: each costs the device process descriptors."""
 
 
-class Session:
+class Session(Connection):
     """One connection. `guest` is the only GPU it sees, or None for a session that sees all."""
 
     def __init__(
         self, machine: Machine, link: socket.socket, guest: GpuId | None, ended: Callable[["Session"], None]
     ) -> None:
-        self._machine, self._link, self._guest, self._ended = machine, link, guest, ended
+        self._machine, self._guest, self._ended = machine, guest, ended
         self._accounts = machine.accounts
-        self.space = AddressSpace(machine.accounts, machine.config.granularity)
+        self._run = Execution(machine)
         self._handles: dict[int, Allocation] = {}
-        self._pages: dict[int, Page] = {}
-        self._streams: dict[int, Stream] = {}
-        self._graphs: dict[int, tuple[Stream, Program]] = {}
         self._events: deque[HealthEvent] = deque(maxlen=_KEPT_EVENTS)
         self._numbers = 0
-        self._lost: ContextLost | None = None
-        self._open = True
-        link.setblocking(False)
         machine.tenants.add(self)
-        machine.loop.watch(link.fileno(), self._readable)
+        super().__init__(machine.loop, link)
 
     # What devices tell
 
@@ -60,33 +50,9 @@ class Session:
 
     def device_lost(self, gpu: GpuId) -> None:
         """End the streams that run on the device or move its bytes just now."""
-        for stream in self._streams.values():
-            job = stream.job
-            touched = job is not None and any(part.allocation.place == gpu for part in job.parts)
-            if stream.device == gpu or touched:
-                stream.fail(lost(gpu))
+        self._run.device_lost(gpu)
 
     # Messages
-
-    def _readable(self) -> None:
-        for _ in range(_MESSAGES_A_TURN):
-            try:
-                body, fds = wire.receive(self._link)
-            except BlockingIOError:
-                return
-            except OSError:
-                self.end()
-                return
-            try:
-                if not body:
-                    self.end()
-                else:
-                    self._take(body, fds)
-            finally:
-                for fd in fds:
-                    os.close(fd)
-            if not self._open:
-                return
 
     def _take(self, body: bytes, fds: Sequence[int]) -> None:
         try:
@@ -97,14 +63,14 @@ class Session:
             return
         try:
             if isinstance(message, wire.Launch):
-                stream, program = self._graphs[message.graph]
+                stream, program = self._run.graphs[message.graph]
                 stream.append(program)
             elif isinstance(message, wire.Enqueue):
-                self._streams[message.stream].append(self._compile(message.ops))
+                self._run.streams[message.stream].append(self._run.compile(message.ops))
             elif isinstance(message, wire.CloseGraph):
-                self._graphs.pop(message.graph, None)
+                self._run.graphs.pop(message.graph, None)
             elif isinstance(message, wire.ClosePage):
-                self._machine.pages.drop(self._pages.pop(message.page))
+                self._machine.pages.drop(self._run.pages.pop(message.page))
             else:
                 self._call(message, fds)
         except (KeyError, InvalidUse, OverflowError) as error:
@@ -114,69 +80,33 @@ class Session:
 
     def _call(self, call: wire.Call, fds: Sequence[int]) -> None:
         try:
-            if self._lost is not None and not isinstance(call, wire.Bye):
-                raise self._lost
+            if self._run.lost is not None and not isinstance(call, wire.Bye):
+                raise self._run.lost
             _CALLS[type(call)](self, call, fds)
         except OutOfMemory as error:
             self._answer(wire.Failure(call.seq, "OutOfMemory", (error.place, error.asked, error.free)))
         except DriverError as error:
-            self._fail(call.seq, error)
+            self.fail(call.seq, error)
         except OSError as error:  # descriptors or memory of the machine underneath are short
-            self._fail(call.seq, DriverError(f"{type(call).__name__}: {error}"))
-
-    def _fail(self, seq: int, error: DriverError) -> None:
-        self._answer(wire.Failure(seq, type(error).__name__, (str(error),)))
-
-    def _reply(self, seq: int, result: object = None, fds: Sequence[int] = ()) -> None:
-        try:
-            self._answer(wire.Reply(seq, result), fds)
-        finally:
-            for fd in fds:
-                os.close(fd)
-
-    def _answer(self, answer: wire.Reply | wire.Failure, fds: Sequence[int] = ()) -> None:
-        if not self._open:
-            return
-        try:
-            wire.send(self._link, wire.encode(answer), fds)
-        except OSError:  # gone, or it asks and never reads
-            self.end()
+            self.fail(call.seq, DriverError(f"{type(call).__name__}: {error}"))
 
     # Endings
 
-    def fault(self, reason: str) -> None:
-        """A sticky error: nothing of this session runs any more."""
-        if self._lost is None:
-            self._lost = ContextLost(reason)
-            for stream in self._streams.values():
-                stream.fail(self._lost)
-
-    def end(self) -> None:
-        """Give back everything the session holds."""
-        if not self._open:
-            return
-        self._open = False
+    def _left(self) -> None:
         self._give_up()
         self._machine.tenants.discard(self)
-        self._machine.loop.forget(self._link.fileno())
-        self._link.close()
         self._ended(self)
 
     def _give_up(self) -> None:
-        for stream in self._streams.values():
-            stream.fail(ContextLost("the session has ended"))
-        self.space.clear()
+        self._run.give_up()
         for allocation in self._handles.values():
             allocation.handles -= 1
             self._accounts.settle(allocation)
         self._handles.clear()
-        for page in self._pages.values():
-            self._machine.pages.drop(page)
-        self._pages.clear()
 
     def bye(self, _call: wire.Bye, _: Sequence[int]) -> None:
         """The caller sees its connection end when no byte of it moves any more."""
-        moving = [stream for stream in self._streams.values() if stream.job is not None]
+        moving = [stream for stream in self._run.streams.values() if stream.job is not None]
         self._give_up()
         left = len(moving)
 
@@ -221,21 +151,21 @@ class Session:
         """Versions must agree."""
         if call.version != wire.VERSION:
             raise InvalidUse(f"version {call.version} asked, the device process speaks {wire.VERSION}")
-        self._reply(call.seq, self._machine.config)
+        self.reply(call.seq, self._machine.config)
 
     def devices(self, call: wire.Devices, _: Sequence[int]) -> None:
         """Those that the session may see."""
-        self._reply(call.seq, [d for d in self._machine.devices() if self._guest in {None, d.id}])
+        self.reply(call.seq, [d for d in self._machine.devices() if self._guest in {None, d.id}])
 
     def links(self, call: wire.Links, _: Sequence[int]) -> None:
         """Those between places that the session may see."""
         seen = self._visible()
-        self._reply(call.seq, [k for k in self._machine.links() if k.source in seen and k.target in seen])
+        self.reply(call.seq, [k for k in self._machine.links() if k.source in seen and k.target in seen])
 
     def memory(self, call: wire.Memory, _: Sequence[int]) -> None:
         """Held back while a device hangs."""
         seen = self._visible()
-        self._machine.when_queries_return(seen, lambda: self._reply(call.seq, self._machine.memory(seen)))
+        self._machine.when_queries_return(seen, lambda: self.reply(call.seq, self._machine.memory(seen)))
 
     def create(self, call: wire.Create, _: Sequence[int]) -> None:
         """Guests create on their own GPU only."""
@@ -244,11 +174,11 @@ class Session:
             raise InvalidUse(f"create: size {call.size}; must be a positive multiple of {granularity}")
         place = HOST if call.place == HOST and self._guest is None else self._own(call.place)
         self._number(self._handles)
-        self._reply(call.seq, self._keep(self._accounts.create(place, call.size)))
+        self.reply(call.seq, self._keep(self._accounts.create(place, call.size)))
 
     def export(self, call: wire.Export, _: Sequence[int]) -> None:
         """A descriptor of an open file description of its own."""
-        self._reply(call.seq, None, [self._handle("export", call.handle).export()])
+        self.reply(call.seq, None, [self._handle("export", call.handle).export()])
 
     def adopt(self, call: wire.Adopt, fds: Sequence[int]) -> None:
         """Guests adopt memory of their own GPU and of the host only."""
@@ -259,7 +189,7 @@ class Session:
             raise lost(GpuId(allocation.place))
         if self._guest is not None and allocation.place not in {HOST, self._guest}:
             raise InvalidUse("adopt: the memory is on a GPU that this session does not see")
-        self._reply(call.seq, [self._keep(allocation), allocation.place])
+        self.reply(call.seq, [self._keep(allocation), allocation.place])
 
     def _handle(self, call: str, number: int) -> Allocation:
         allocation = self._handles.get(number)
@@ -277,16 +207,16 @@ class Session:
             allocation = self._handles.pop(number)
             allocation.handles -= 1
             self._accounts.settle(allocation)
-        self._reply(call.seq)
+        self.reply(call.seq)
 
     def reserve(self, call: wire.Reserve, _: Sequence[int]) -> None:
         """Numbers only."""
-        self._reply(call.seq, self.space.reserve(call.size))
+        self.reply(call.seq, self._run.space.reserve(call.size))
 
     def unreserve(self, call: wire.Unreserve, _: Sequence[int]) -> None:
         """All or none."""
-        self.space.unreserve(call.addresses)
-        self._reply(call.seq)
+        self._run.space.unreserve(call.addresses)
+        self.reply(call.seq)
 
     def map(self, call: wire.Map, _: Sequence[int]) -> None:
         """All or none."""
@@ -294,95 +224,81 @@ class Session:
             allocation = self._handles.get(number)
             if allocation is not None and allocation.lost:
                 raise lost(GpuId(allocation.place))
-        self.space.map(call.pairs, self._handles)
-        self._reply(call.seq)
+        self._run.space.map(call.pairs, self._handles)
+        self.reply(call.seq)
 
     def unmap(self, call: wire.Unmap, _: Sequence[int]) -> None:
         """All or none; under a copy it is the end of the session, as on hardware."""
-        if not self.space.unmap(call.addresses):
-            self.fault("memory was unmapped under a copy that had begun")
-        self._reply(call.seq)
+        if not self._run.space.unmap(call.addresses):
+            self._run.fault("memory was unmapped under a copy that had begun")
+        self.reply(call.seq)
 
     def open(self, call: wire.Open, _: Sequence[int]) -> None:
         """Descriptors of what is mapped in a range, for access from the session's own process."""
-        pieces: list[tuple[int, int]] = []
+        parts = self._run.space.parts(call.address, call.size)
+        if len(parts) > wire.MAX_FDS:
+            raise InvalidUse(
+                f"the range has {len(parts)} mappings, {wire.MAX_FDS} can be had at once; ask for less of it"
+            )
         fds: list[int] = []
-        at, end = call.address, call.address + call.size
         try:
-            while at < end:
-                part = self.space.find(at)
-                if part is None:
-                    raise InvalidUse(f"nothing is mapped at {at:#x}")
+            for part, _offset, _size in parts:
                 if part.allocation.lost:
                     raise lost(GpuId(part.allocation.place))
-                if len(fds) == wire.MAX_FDS:
-                    raise InvalidUse(f"the range has more than {wire.MAX_FDS} mappings; ask for less of it")
                 fds.append(part.allocation.export())
-                pieces.append((at - part.address, min(end, part.end) - at))
-                at = part.end
-        except DriverError:
+        except (DriverError, OSError):
             for fd in fds:
                 os.close(fd)
             raise
-        self._reply(call.seq, pieces, fds)
+        self.reply(call.seq, [(offset, size) for _, offset, size in parts], fds)
 
     def register_page(self, call: wire.RegisterPage, fds: Sequence[int]) -> None:
         """Pages are not counted as memory of any place."""
         if len(fds) != 1:
             raise InvalidUse(f"words: {len(fds)} descriptors sent; must be 1")
-        if len(self._pages) >= PAGE_COUNT:
+        if len(self._run.pages) >= PAGE_COUNT:
             raise InvalidUse(f"words: more than {PAGE_COUNT} pages in one session")
-        number = self._number(self._pages)
+        number = self._number(self._run.pages)
         page = self._machine.pages.register(fds[0], call.count)
-        self._pages[number] = page
-        self._reply(call.seq, number, [os.dup(page.doorbell)])
+        self._run.pages[number] = page
+        self.reply(call.seq, number, [os.dup(page.doorbell)])
 
     def open_stream(self, call: wire.OpenStream, _: Sequence[int]) -> None:
         """On a GPU that the session sees."""
         gpu = self._own(call.device)
-        number = self._number(self._streams)
-        self._streams[number] = Stream(self._machine.loop, self._machine.pages, gpu, self._begin_copy)
-        self._reply(call.seq, number)
+        number = self._number(self._run.streams)
+        self._run.open_stream(number, gpu)
+        self.reply(call.seq, number)
 
     def close_stream(self, call: wire.CloseStream, _: Sequence[int]) -> None:
         """Its graphs go with it."""
-        stream = self._streams.pop(call.stream, None)
-        if stream is None:
-            raise InvalidUse(f"stream {call.stream} is unknown or closed")
-        self._graphs = {number: graph for number, graph in self._graphs.items() if graph[0] is not stream}
-        stream.fail(InvalidUse("the stream was closed"))
-        stream.when_still(lambda: self._reply(call.seq))
-
-    def _stream(self, number: int) -> Stream:
-        stream = self._streams.get(number)
-        if stream is None:
-            raise InvalidUse(f"stream {number} is unknown or closed")
-        return stream
+        stream = self._run.close_stream(call.stream)
+        stream.when_still(lambda: self.reply(call.seq))
 
     def instantiate(self, call: wire.Instantiate, _: Sequence[int]) -> None:
         """Everything is checked here, so that a launch checks nothing."""
-        stream = self._stream(call.stream)
-        number = self._number(self._graphs)
-        self._graphs[number] = stream, self._compile(call.ops)
-        self._reply(call.seq, number)
+        stream = self._run.stream(call.stream)
+        number = self._number(self._run.graphs)
+        self._run.graphs[number] = stream, self._run.compile(call.ops)
+        self.reply(call.seq, number)
 
     def synchronize(self, call: wire.Synchronize, _: Sequence[int]) -> None:
         """Answered when the stream is idle or failed, or the time is over."""
-        stream = self._stream(call.stream)
+        stream = self._run.stream(call.stream)
         answered = False
 
         def idle() -> None:
             nonlocal answered
             answered = True
             if stream.error is not None:
-                self._fail(call.seq, stream.error)
+                self.fail(call.seq, stream.error)
             else:
-                self._reply(call.seq, result=True)
+                self.reply(call.seq, result=True)
 
         def over() -> None:
             if not answered:
                 stream.forget(idle)
-                self._reply(call.seq, result=False)
+                self.reply(call.seq, result=False)
 
         stream.when_idle(idle)
         if not answered:
@@ -395,7 +311,7 @@ class Session:
         """What came since the last time."""
         events = list(self._events)
         self._events.clear()
-        self._reply(call.seq, events)
+        self.reply(call.seq, events)
 
     def _privileged(self) -> None:
         if self._guest is not None:
@@ -407,70 +323,24 @@ class Session:
         gpu = self._own(call.device)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         Session(self._machine, ours, gpu, self._ended)
-        self._reply(call.seq, None, [theirs.detach()])
+        self.reply(call.seq, None, [theirs.detach()])
 
     def inject(self, call: wire.Inject, _: Sequence[int]) -> None:
         """A fault."""
         self._privileged()
         self._machine.inject(call.fault)
-        self._reply(call.seq)
+        self.reply(call.seq)
 
     def clear(self, call: wire.Clear, _: Sequence[int]) -> None:
         """The end of a fault."""
         self._privileged()
         self._machine.clear(call.fault)
-        self._reply(call.seq)
+        self.reply(call.seq)
 
     def shutdown(self, _call: wire.Shutdown, _: Sequence[int]) -> None:
         """The caller sees its connection end."""
         self._privileged()
         self._machine.loop.stop()
-
-    # Operations
-
-    def _compile(self, ops: Sequence[wire.WireOp]) -> Program:
-        return tuple(self._compiled(op) for op in ops)
-
-    def _compiled(self, op: wire.WireOp) -> Compiled:
-        if isinstance(op, wire.CopyOp):
-            return COPY, op.target, op.source, op.size, None
-        page = self._pages.get(op.page)
-        if page is None:
-            raise InvalidUse(f"page {op.page} is unknown or closed")
-        count = len(page.words) - wire.HIDDEN_WORDS
-        if op.index >= count:
-            raise InvalidUse(f"word {op.index}; the page has {count}")
-        return (WAIT if isinstance(op, wire.WaitOp) else WRITE), page.words, op.index, op.value, page
-
-    def _begin_copy(self, stream: Stream, target: int, source: int, size: int) -> Job | None:
-        segments: list[Segment] = []
-        while size:
-            to, of = self.space.find(target), self.space.find(source)
-            if to is None or of is None:
-                self.fault(f"a copy touched {target if to is None else source:#x}, where nothing is mapped")
-                return None
-            for part in (to, of):
-                place = part.allocation.place
-                if part.allocation.lost or not self._machine.alive(place):
-                    stream.fail(lost(GpuId(place)))
-                    return None
-            lane = self._machine.lane(of.allocation.place, to.allocation.place)
-            if lane is None:
-                self.fault(f"a copy from {of.allocation.place} to {to.allocation.place}, which have no path")
-                return None
-            part_size = min(size, to.end - target, of.end - source)
-            segments.append(
-                Segment(
-                    lane=lane,
-                    target=to,
-                    source=of,
-                    write_to=to.allocation.base + target - to.address,
-                    read_from=of.allocation.base + source - of.address,
-                    left=part_size,
-                )
-            )
-            target, source, size = target + part_size, source + part_size, size - part_size
-        return Job(segments, stream.clock or now(), stream.finished) if segments else None
 
 
 _CALLS: dict[type, Callable[[Session, Any, Sequence[int]], None]] = {

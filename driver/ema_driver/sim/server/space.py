@@ -123,6 +123,18 @@ class AddressSpace:
         found = self._mapped[self._starts[at]]
         return found if address < found.end else None
 
+    def parts(self, address: int, size: int) -> list[tuple[Mapped, int, int]]:
+        """(mapping, offset in it, bytes) over a range. Raises InvalidUse if there is a hole."""
+        parts: list[tuple[Mapped, int, int]] = []
+        end = address + size
+        while address < end:
+            part = self.find(address)
+            if part is None:
+                raise InvalidUse(f"nothing is mapped at {address:#x}")
+            parts.append((part, address - part.address, min(end, part.end) - address))
+            address = part.end
+        return parts
+
     def clear(self) -> None:
         """Unmap everything."""
         self._drop(tuple(self._starts))

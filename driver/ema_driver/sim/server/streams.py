@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ema_core.ids import GpuId
+from ema_driver import shared_memory
 from ema_driver.errors import DeviceLost, DriverError
-from ema_driver.sim import linux
 from ema_driver.sim.server.lanes import Job
 from ema_driver.sim.server.loop import Loop
 from ema_driver.sim.server.pages import Page, Pages
@@ -84,7 +84,7 @@ class Stream:
             return
         self.error = error
         self._queue.clear()
-        self._program = ()
+        self._program, self._position = (), 0
         if self._waits is not None:
             page, index = self._waits
             self._waits = None
@@ -139,7 +139,7 @@ class Stream:
                 self._position += 1
             else:
                 first[second] = third
-                linux.wake(page.base + 4 * second)
+                shared_memory.wake(page.base + 4 * second)
                 if second in page.waiting:
                     page.check(second)
                 self._position += 1

@@ -1,41 +1,14 @@
-"""Pool files: reading them, and `ema check`."""
+"""`ema check`: is a pool file right, and what does it mean."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 
 from ema_cli.out import as_json, bad_input, screen
-from ema_core.api import MemoryPool, load_pools
-from ema_core.errors import InvalidInput
+from ema_cli.pool_file import read_pools
 from ema_core.quantity import format_quantity
 from ema_core.resolve import implausible
-
-LARGEST = 1 << 20
-"""Bytes of a YAML file at most."""
-
-
-def read_yaml(path: Path, field: str) -> list[object]:
-    """The documents of a YAML file. Raises InvalidInput that names the file and the line."""
-    try:
-        if path.stat().st_size > LARGEST:
-            raise InvalidInput.of(field, str(path), f"a file of at most {LARGEST} bytes")
-        return [d for d in yaml.safe_load_all(path.read_text("utf-8")) if d is not None]
-    except OSError as error:
-        raise InvalidInput.of(field, str(path), f"a readable file ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise InvalidInput.of(field, str(path), "a text file in UTF-8") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "it is nested too deeply"
-        raise InvalidInput.of(field, str(path), f"YAML{where}: {problem}") from None
-
-
-def read_pools(path: Path) -> list[MemoryPool]:
-    """The MemoryPools of a file. Raises InvalidInput."""
-    return load_pools(read_yaml(path, "pool"))
 
 
 def check(
