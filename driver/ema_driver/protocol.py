@@ -277,7 +277,7 @@ class MemoryDriver(Protocol):
         ...
 
     def stream(self, device: GpuId) -> Stream:
-        """A new stream on that GPU. Raises InvalidUse if there is no such GPU, or no more stream that runs by itself."""
+        """A new stream on that GPU. Raises InvalidUse: no such GPU, or no stream left that runs by itself."""
         ...
 
     def read(self, address: int, size: int) -> bytes:
