@@ -23,9 +23,8 @@ _STICKY: Final = frozenset({
     "ILLEGAL_ADDRESS", "LAUNCH_FAILED", "LAUNCH_TIMEOUT", "ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE", "ASSERT",
     "HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "INVALID_PC",
     "CONTEXT_IS_DESTROYED", "CONTAINED", "TENSOR_MEMORY_LEAK", "EXTERNAL_DEVICE", "SYSTEM_NOT_READY", "DEINITIALIZED",
-    "UNKNOWN",
 })  # fmt: skip
-"""Every later call of the process would fail alike. `UNKNOWN` is how a GPU that fell off the bus often shows."""
+"""Every later call of the process fails alike."""
 
 
 class NoMemory(DriverError):
@@ -104,7 +103,8 @@ class Api:
         text = f"{name}: CUDA_ERROR_{error} ({code})"
         if code == OUT_OF_MEMORY:
             return NoMemory(text)
-        if error in _STICKY:
+        if error in _STICKY or (error == "UNKNOWN" and int(self.cu.cuMemGetInfo()[0])):
+            # `UNKNOWN` is how a GPU that fell off the bus may show, but also what a foreign descriptor is refused with.
             self.lost = f"{text}; this process must start again"
             return ContextLost(self.lost)
         if error in _GONE:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ema_core.ids import HOST, Place
 from ema_driver.cuda.api import Api, Raw
 from ema_driver.cuda.gpus import Gpu
-from ema_driver.errors import DriverError, InvalidUse
+from ema_driver.errors import ContextLost, DriverError, InvalidUse
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,9 @@ class Physical:
         with ExitStack() as undo:
             try:
                 raw = call("cuMemImportFromShareableHandle", fd, self._descriptor)
-            except InvalidUse as error:
+            except ContextLost:
+                raise
+            except DriverError as error:
                 raise InvalidUse(f"{refusal} ({error})") from None
             undo.callback(call, "cuMemRelease", raw)
             location = call("cuMemGetAllocationPropertiesFromHandle", raw).location
