@@ -138,7 +138,7 @@ def main() -> None:
             "wait_and_write_round_trip": timed(release_wait, 200),
             "device_memory": [memory(driver, device.id, n * MIB) for n in (2, 64, 1024)],
             "host_memory": [memory(driver, HOST, n * MIB) for n in (2, 64)],
-            "programs": [programs(driver, 64 << 10), programs(driver, 16 * MIB)],
+            "programs": [programs(driver, MIB // 2), programs(driver, 16 * MIB)],
         }
     text = json.dumps(result, indent=1)
     sys.stdout.write(text + "\n")

@@ -1,6 +1,6 @@
 """A borrower in a process of its own: stores a pattern, fetches it back by programs, and prints figures as JSON.
 
-`borrower.py SOCKET ROUNDS`. With `hang` as a third argument it leaves a program waiting for a slot, says so, and sleeps.
+`borrower.py SOCKET ROUNDS [hang]`: `hang` leaves a program waiting for a slot, says so, and sleeps.
 """
 
 import json

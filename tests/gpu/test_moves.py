@@ -1,4 +1,4 @@
-"""What the agent does behind chunk addresses, on a real GPU: chunks go from host to GPU and back under a running graph."""
+"""What the agent does behind chunk addresses, on a real GPU: chunks go up and down under a running graph."""
 
 import statistics
 import time
