@@ -5,20 +5,26 @@ after every test is checked when the node ends: no lease, no byte, no process an
 """
 
 import asyncio
+import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 import ema
+from borrower import pattern
 from ema_agent.agent import Agent, Setup
 from ema_core.api import MemoryPool, load_pools
 from ema_core.ids import HOST, GpuId, Place
-from ema_driver.protocol import MemoryInfo
+from ema_driver.errors import OutOfMemory
+from ema_driver.protocol import Handle, MemoryInfo
 from ema_driver.sim import GpuGroup, SimConfig, SimDriver, start
 
 T = TypeVar("T")
@@ -35,6 +41,10 @@ SMALL = SimConfig(
     linger=0.2,
 )
 """Four GPUs of 64 MiB."""
+TINY = msgspec.structs.replace(SMALL, gpus=(GpuGroup(count=4, memory=16 * MIB, reserved=MIB),))
+"""Four GPUs of 16 MiB, soon full."""
+
+__all__ = ["KIB", "MIB", "SMALL", "TINY", "Borrower", "Node", "node", "pattern", "pool", "processes", "sim", "until"]
 
 
 def sim(**changes: object) -> SimConfig:
@@ -53,18 +63,12 @@ def pool(
     reclaim: Part | None = None,
     borrowing: Part | None = None,
 ) -> MemoryPool:
-    """A pool in which bytes move at once: headroom 2 MiB, no hysteresis, no minHold. Parts of the spec as in YAML."""
+    """A pool in which bytes move at once: headroom of 2 MiB, no hysteresis, no minHold."""
     lent = {"maxPerGPU": "90%", "headroom": "2Mi", "hysteresis": "0", **(lending or {})}
     taken = {"hostMemory": "256Mi", "minHold": "0s", **(reclaim or {})}
     body = {"chunkSize": chunk, "lending": lent, "reclaim": taken, "borrowing": borrowing or {}}
     document = {"apiVersion": "ema.dev/v1alpha1", "kind": "MemoryPool", "metadata": {"name": name}, "spec": body}
     return load_pools([document])[0]
-
-
-def pattern(seed: int, size: int) -> bytes:
-    """`size` bytes, a multiple of 8, that tell from which seed and from where they are."""
-    word = seed & 0xFFFFFFFF
-    return b"".join(((word << 32) | i).to_bytes(8, "little") for i in range(size // 8))
 
 
 def until(what: Callable[[], T], *, within: float = PATIENCE, saying: str = "") -> T:
@@ -84,12 +88,15 @@ class Node:
         self.pools = pools or (pool(),)
         self.server = start(config, folder)
         self.observer = SimDriver.connect(self.server.socket)
-        """A session of nobody's: reads memory, injects faults, takes memory as an outside process would."""
+        """A session of nobody's: reads memory, injects faults."""
+        self.outsider = SimDriver.connect(self.server.socket)
+        """A process that knows nothing of us and takes memory."""
         self.gpus: list[GpuId] = [d.id for d in sorted(self.observer.devices(), key=lambda d: d.pci)]
         """By number in the configuration."""
         self.before = self.observer.memory()
         self.socket = str(folder / "client.sock")
         self.clients: list[ema.Pool] = []
+        self.borrowers: list[Borrower] = []
         self.start()
 
     # --- the agent ---
@@ -158,6 +165,35 @@ class Node:
         self.clients.append(client)
         return client
 
+    def borrower(self, gpu: int = 0) -> "Borrower":
+        """A client in a process of its own; ended with the node."""
+        self.borrowers.append(Borrower(self.socket, self.gpus[gpu]))
+        return self.borrowers[-1]
+
+    def take(self, gpu: int, size: int) -> Handle:
+        """Take memory of a GPU as a process would that knows nothing of us; `outsider.release` gives it back."""
+        return self.outsider.create(self.gpus[gpu], size)
+
+    def take_all_but(self, gpu: int, left: int) -> list[Handle]:
+        """Take memory of a GPU in steps, until all but `left` bytes of it are somebody else's."""
+        info, held = self.memory(gpu), []
+        mine = info.total - info.reserved - left - self.on_loop(lambda: self.agent.node.used(self.gpus[gpu]))
+        while mine > 0:
+            step = min(mine, MIB)
+            held.append(self._take_when_free(gpu, step))
+            mine -= step
+        return held
+
+    def take_what_is_free(self, gpu: int) -> Handle:
+        """Take all that is free of a GPU just now."""
+        while True:
+            with suppress(OutOfMemory):  # somebody was quicker
+                return self.take(gpu, self.memory(gpu).free)
+
+    def _take_when_free(self, gpu: int, size: int) -> Handle:
+        until(lambda: self.memory(gpu).free >= size, saying=f"{size} bytes are free on GPU {gpu}")
+        return self.take(gpu, size)
+
     def memory(self, gpu: int) -> MemoryInfo:
         """What the driver shows of a GPU by number (-1: host memory)."""
         return self.observer.memory()[HOST if gpu < 0 else self.gpus[gpu]]
@@ -172,8 +208,11 @@ class Node:
     def close(self) -> None:
         """End everything, and see that nothing is left."""
         try:
+            self.outsider.close()
             for client in self.clients:
                 client.close()
+            for borrower in self.borrowers:
+                borrower.close()
             if self._thread.is_alive():
                 self.until(lambda a: not a.sessions, saying="every session has ended")
                 self._check_ledger()
@@ -189,8 +228,11 @@ class Node:
         """End whatever hangs after a failure, which is what counts then."""
         for client in self.clients:
             client._closed = True
+        for borrower in self.borrowers:
+            borrower.kill()
         self.server.stop()
         self.observer.close()
+        self.outsider.close()
         self._thread.join(5)
 
     def _check_ledger(self) -> None:
@@ -203,6 +245,57 @@ class Node:
             )
         )
         assert (leases, lent, ours, promised) == ([], {}, {}, {})
+
+
+class Borrower:
+    """`borrower.py` in a process of its own."""
+
+    def __init__(self, socket: str, gpu: str) -> None:
+        command = [sys.executable, str(Path(__file__).parent / "borrower.py"), socket, gpu]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def tell(self, do: str, *values: object) -> None:
+        """Ask for something without waiting for the answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([do, *values]) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:  # noqa: ANN401 - whatever the command answers
+        """The next answer."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the borrower has ended"
+        return json.loads(line)
+
+    def ask(self, do: str, *values: object) -> Any:  # noqa: ANN401
+        """Ask and wait for the answer."""
+        self.tell(do, *values)
+        return self.hear()
+
+    def stop(self) -> None:
+        """Suspend the process, and wait until it is."""
+        self.process.send_signal(signal.SIGSTOP)
+        until(lambda: Path(f"/proc/{self.process.pid}/stat").read_text().split()[2] == "T")
+
+    def go_on(self) -> None:
+        """Undo `stop`."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once, in the middle of whatever it does."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None and not pipe.closed:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
+    def close(self) -> None:
+        """End it in good order."""
+        if self.process.poll() is None and self.process.stdin is not None:
+            self.process.stdin.close()
+            assert self.process.wait(20) == 0, "the borrower failed at its end"
+        self.kill()
 
 
 def processes(naming: str) -> list[int]:

@@ -17,7 +17,8 @@ from ema_agent.figures import Figures
 from ema_agent.gates import Gates
 from ema_agent.health import Health
 from ema_agent.lanes import Lanes
-from ema_agent.ledger import Chunk, Lease, Ledger, Region, State
+from ema_agent.ledger import Lease, Ledger, Region, State
+from ema_agent.losses import Losses
 from ema_agent.node import Node
 from ema_agent.session import Session, welcome
 from ema_agent.steward import Reclaim, Steward
@@ -70,6 +71,7 @@ class Agent:
         self.gates = Gates(driver)
         self.backing = Backing(driver, self.gates, home)
         self.steward = Steward(self.node, self.ledger, self.backing, self)
+        self.losses = Losses(self.node, self.ledger, self.gates, self.steward, self.lost)
         self.ready = False
         self.why_ended: str | None = None
         self._changed = False
@@ -84,6 +86,8 @@ class Agent:
         self.cleaner = Cleaner(self.steward, cap)
         self.watch = Watch(driver, self.node, self._fresh, self.fail)
         self.steward.held_changed = self.watch.look_now
+        self.steward.may_grant = lambda: self.watch.age <= OLD
+        self.steward.failed = lambda error: self.fail(f"internal error: {error!r}")
 
     # --- life ---
 
@@ -183,7 +187,7 @@ class Agent:
                 self.figures.shortfall(gpu, now)
                 short = True
             else:
-                self.figures.no_shortfall(gpu)
+                self.figures.no_shortfall(gpu, now)
         waiting = [s for s in self.sessions.values() if s.share.waiters]
         if short or waiting:
             self.steward.wake()
@@ -204,11 +208,15 @@ class Agent:
         except DriverError:
             return
         for gpu in self.health.report(events, now):
-            self.lose(gpu, self.health.verdicts[gpu])
+            self.losses.lose(gpu, self.health.verdicts[gpu])
         if events or self.node.unhealthy:
-            self.health.clear(tuple(self.node.devices), now)
+            for gpu in self.health.clear(tuple(self.node.devices), now):
+                self.node.lost.pop(gpu, None)
             self.node.unhealthy = dict(self.health.verdicts)
             self.steward.wake()
+        if self.node.lost:
+            self.losses.sweep()
+            self._end_broken()
 
     async def _poll(self) -> None:
         tested = time.monotonic()
@@ -222,7 +230,7 @@ class Agent:
             now = time.monotonic()
             for gpu in self.health.seen(known, present, now):
                 self.node.unhealthy = dict(self.health.verdicts)
-                self.lose(gpu, self.health.verdicts[gpu])
+                self.losses.lose(gpu, self.health.verdicts[gpu])
             if now - tested > RETEST and self.node.barred:
                 tested = now
                 await self._verify(only_barred=True)
@@ -242,24 +250,11 @@ class Agent:
         self.node.observe()
         self.steward.wake()
 
-    def lose(self, gpu: GpuId, why: str) -> None:
-        """A GPU is gone. Chunks with a true twin go there; owners of the others are told before they can use them."""
-        chunks = [c for c in self.ledger.chunks() if c.place == gpu and c.state in (State.DIRTY, State.CLEAN)]
-        by_region: dict[tuple[LeaseId, int], list[Chunk]] = {}
-        self.gates.close([c.gate for c in chunks])
-        for c in chunks:
-            if c.state is State.CLEAN and not c.gate.dirty and not c.busy:
-                continue
-            self.ledger.become(c, State.LOST)
-            by_region.setdefault((c.lease.id, c.region.number), []).append(c)
-        for gone in by_region.values():
-            self.lost(gone[0].lease, gone[0].region, [c.index for c in gone], f"{gpu}: {why}")
-        self.node.unhealthy.setdefault(gpu, why)
+    def _end_broken(self) -> None:
+        """A copy was under way when its GPU went, and with it went the client's whole queue: it must begin anew."""
         for session in list(self.sessions.values()):
             if not session.closing and (broken := session.broken()):
-                # A copy was under way there, and with it went the client's whole queue: it must begin anew.
                 session.line.connection.close(f"its copies ended with the GPU: {broken}")
-        self.steward.wake()
 
     # --- clients ---
 
@@ -280,15 +275,17 @@ class Agent:
             if len(self.sessions) >= SESSIONS:
                 raise InvalidInput.of("clients", len(self.sessions), f"fewer than {SESSIONS}")
             session = self._open(connection, hello.name, gpu, pool)
+            guest.receive, guest.ended = session.received, session.disconnected
+            # Only now: the client may have gone already, and sending would end the connection.
+            message, fds, sent = welcome(session, self.driver, self.node)
+            connection.send(message, fds)
+            sent()
         except InvalidInput as refused:
             first = refused.errors[0]
-            connection.refuse_and_close(first.field, str(first.value), first.expected)
-            return
+            connection.refuse_and_close(first.field, str(first.value) or "empty", first.expected)
         except (DriverError, OSError) as error:  # OSError: this process has no descriptor left
             connection.send(wire.Refused(0, Kinds.INTERNAL, f"no place for another client: {error}"))
             connection.close("no place for another client")
-            return
-        guest.receive, guest.ended = session.received, session.disconnected
 
     def _open(self, connection: Connection, name: str, gpu: GpuId, pool: PoolName) -> Session:
         lease = Lease(LeaseId(f"{name}-{next(self._numbers)}"), pool, gpu, self.pools[pool].spec.chunk_size, name=name)
@@ -297,9 +294,6 @@ class Agent:
         self.ledger.open_lease(lease)
         self.sessions[lease.id] = session
         self.steward.wake()  # its GPU lends no more until it opts in
-        message, fds, own = welcome(session, self.driver, self.node)
-        connection.send(message, fds)
-        own()
         return session
 
     def _set_terms(self, lease: Lease) -> None:

@@ -5,6 +5,7 @@ it was or fully changed; on return the gates of changed chunks are open unless s
 close the gates, be certain, unmap and release (the lender has its bytes now), map the new place, open.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +19,16 @@ from ema_driver.protocol import Address, Copy, Handle, MemoryDriver, Stream
 
 PATIENCE: Final = 5.0
 """Seconds that a copy under way may take before its link is given up as sick."""
-COPY_LIMIT: Final = 60.0
+COPY_LIMIT: Final = 10.0
 """Seconds for one batch of copies."""
 
 
+class Held(DriverError):
+    """A client's copy under way does not end: its link or device hangs, and the chunk cannot be touched."""
+
+
 class Stuck(DriverError):
-    """A copy under way did not end: its link or device hangs, and the chunk cannot be touched."""
+    """Our own copy did not end: its link hangs. It was taken back, and nothing has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,10 @@ class Backing:
         self._home = home
         self._spare: dict[int, list[Handle]] = {}
         """Host memory by size, kept because taking it costs 0.28 s per GiB."""
-        self._scratch: dict[str, Handle] = {}
+        self._scratch: dict[tuple[str, int], Handle] = {}
+        """By lease and size."""
+        self._lock = threading.Lock()
+        """Guards `_spare` and `_scratch`: several worker threads are here at once."""
         self._streams: dict[GpuId, list[Stream]] = {}
         """Streams on which nothing is queued, for the next copies."""
 
@@ -79,25 +87,26 @@ class Backing:
 
     def host(self, size: int) -> Handle:
         """Host memory of one chunk: a spare one, or a new one. Its bytes are anybody's: overwrite all of it first."""
-        spare = self._spare.get(size)
-        return spare.pop() if spare else self._driver.create(HOST, size)
+        return self._take_spare(size) or self._driver.create(HOST, size)
 
     def keep_host(self, handle: Handle) -> None:
         """Keep host memory for the next chunk."""
-        self._spare.setdefault(handle.size, []).append(handle)
+        with self._lock:
+            self._spare.setdefault(handle.size, []).append(handle)
 
     @property
     def spare_bytes(self) -> int:
         """Host memory kept for later."""
-        return sum(size * len(handles) for size, handles in self._spare.items())
+        with self._lock:
+            return sum(size * len(handles) for size, handles in self._spare.items())
 
     # --- taking ---
 
     def take(self, chunks: Sequence[Chunk]) -> None:
-        """Close the gates and be certain. Raises Stuck, with the gates open, if a copy under way does not end."""
+        """Close the gates and be certain. Raises Held, with the gates open, if a copy under way does not end."""
         if self.gates.take([c.gate for c in chunks], PATIENCE):
             self.gates.open([c.gate for c in chunks])
-            raise Stuck("a copy under way did not end: its link hangs")
+            raise Held(f"a copy under way did not end in {PATIENCE:g} s: its link hangs")
 
     def vacate(self, chunks: Sequence[Chunk]) -> float:
         """Taken chunks: their memory on a GPU is free again, from the moment that is returned (monotonic seconds).
@@ -120,8 +129,8 @@ class Backing:
         """Taken chunks: their bytes are copied to new memory at `target`, which then appears at the same addresses.
 
         The chunks are of one size. Returns the moment (monotonic seconds) from which the memory that they left is free.
-        On a way up from host memory the host copy is kept as the twin. Raises OutOfMemory or DeviceLost with nothing
-        changed.
+        On a way up from host memory the host copy is kept as the twin. Raises OutOfMemory, DeviceLost or Stuck with
+        nothing changed.
         """
         driver = self._driver
         new: list[Handle] = []
@@ -137,18 +146,26 @@ class Backing:
         home = self._stream_home(*(c.handle.place for c in chunks), target)
         try:
             self._copy(home, [Copy(int(s), int(c.address), c.size) for s, c in zip(stage, chunks, strict=True)])
-        except Stuck:
-            raise  # The copy may still write to the new memory: it is left where it is.
         except DriverError:
             driver.unmap(stage)
             self._undo(chunks, new, area)
             raise
         driver.unmap([*stage, *(c.address for c in chunks)])
         old = [c.handle for c in chunks]
-        driver.release([h for h in old if h.place != HOST])
-        free_from = time.monotonic()
+        if target == HOST:
+            driver.release([h for h in old if h.place != HOST])  # mapping host memory takes long: the lender goes first
+            free_from = time.monotonic()
+            driver.map([(c.address, h) for c, h in zip(chunks, new, strict=True)])
+        else:
+            try:
+                driver.map([(c.address, h) for c, h in zip(chunks, new, strict=True)])
+            except DriverError:  # the target was lost just now: no address may be left with nothing behind it
+                driver.map([(c.address, h) for c, h in zip(chunks, old, strict=True)])
+                self._undo(chunks, new, area)
+                raise
+            driver.release([h for h in old if h.place != HOST])
+            free_from = time.monotonic()
         driver.unreserve([area])
-        driver.map([(c.address, h) for c, h in zip(chunks, new, strict=True)])
         for c, h in zip(chunks, new, strict=True):
             previous, c.handle = c.handle, h
             if h is c.twin:
@@ -163,9 +180,11 @@ class Backing:
     def to_scratch(self, chunks: Sequence[Chunk], owner: str) -> float:
         """Taken chunks are given up: scratch memory of their own lease appears at their addresses.
 
-        Returns the moment (monotonic seconds) from which their memory is free.
+        Returns the moment (monotonic seconds) from which their memory is free. Raises OutOfMemory with nothing changed
+        if there is no host memory for the scratch.
         """
         driver = self._driver
+        scratch = {size: self._scratch_of(owner, size) for size in {c.size for c in chunks}}
         driver.unmap([c.address for c in chunks])
         driver.release([c.handle for c in chunks if c.handle.place != HOST])
         free_from = time.monotonic()
@@ -175,14 +194,15 @@ class Backing:
             if c.twin is not None:
                 self.keep_host(c.twin)
                 c.twin = None
-            c.handle = self._scratch_of(owner, c.size)
+            c.handle = scratch[c.size]
         driver.map([(c.address, c.handle) for c in chunks])
         return free_from
 
     def give_back(self, chunks: Sequence[Chunk], scratch_owner: str) -> None:
         """Taken chunks that no queued operation names any more: all of their memory and addresses are free again."""
         driver = self._driver
-        scratch = {id(h) for key, h in self._scratch.items() if key.startswith(f"{scratch_owner}/")}
+        with self._lock:
+            scratch = {id(h) for (owner, _), h in self._scratch.items() if owner == scratch_owner}
         driver.unmap([c.address for c in chunks])
         driver.release([c.handle for c in chunks if c.handle.place != HOST])
         driver.unreserve([c.address for c in chunks])
@@ -196,61 +216,83 @@ class Backing:
 
     def forget_scratch(self, owner: str) -> None:
         """The lease has ended: its scratch memory goes."""
-        keys = [k for k in self._scratch if k.startswith(f"{owner}/")]
-        self._driver.release([self._scratch.pop(k) for k in keys])
+        with self._lock:
+            handles = [self._scratch.pop(k) for k in list(self._scratch) if k[0] == owner]
+        self._driver.release(handles)
 
     def trim(self, keep: int) -> None:
         """Give spare host memory back beyond `keep` bytes."""
-        for handles in self._spare.values():
-            while handles and self.spare_bytes > keep:
-                self._driver.release([handles.pop()])
+        with self._lock:
+            over = sum(size * len(handles) for size, handles in self._spare.items()) - keep
+            gone: list[Handle] = []
+            for size, handles in self._spare.items():
+                while handles and over > 0:
+                    gone.append(handles.pop())
+                    over -= size
+        self._driver.release(gone)
 
     # --- copying to a twin, with the gate open ---
 
     def make_twin(self, chunk: Chunk) -> bool:
-        """Copy a lent chunk to host memory while it stays in use. False if a store came between: the twin is untrue."""
+        """Copy a lent chunk to host memory while it stays in use. False if a store came between: the twin is untrue.
+
+        Raises DriverError if the copy failed; then the twin is untrue as well.
+        """
         driver = self._driver
         if not self.gates.clear_dirty(chunk.gate):
             return False
-        twin = chunk.twin or self.host(chunk.size)
-        stage = driver.reserve(chunk.size)
-        driver.map([(stage, twin)])
         copied = False
+        twin = chunk.twin
         try:
-            self._copy(self._stream_home(chunk.place), [Copy(int(stage), int(chunk.address), chunk.size)])
-            copied = True
-        except Stuck:
-            raise  # The copy may still write to the twin: it is left where it is.
-        except DriverError:
-            chunk.gate.mark_dirty()
-        driver.unmap([stage])
-        driver.unreserve([stage])
-        if not copied or chunk.gate.dirty:
-            if chunk.twin is None:
-                self.keep_host(twin)
-            return False
-        chunk.twin = twin
-        return True
+            if twin is None:
+                twin = self.host(chunk.size)
+            stage = driver.reserve(chunk.size)
+            driver.map([(stage, twin)])
+            try:
+                self._copy(self._stream_home(chunk.place), [Copy(int(stage), int(chunk.address), chunk.size)])
+                copied = not chunk.gate.dirty
+            finally:
+                driver.unmap([stage])
+                driver.unreserve([stage])
+        finally:
+            if copied:
+                chunk.twin = twin
+            else:
+                chunk.gate.mark_dirty()  # `clear_dirty` took the mark away
+                if chunk.twin is None and twin is not None:
+                    self.keep_host(twin)
+        return copied
 
     # --- inside ---
 
     def _copy(self, home: GpuId, copies: Sequence[Copy]) -> None:
         """Copy on a stream of its own, behind no client's wait. Raises Stuck if it does not end, DriverError."""
-        idle = self._streams.setdefault(home, [])
-        try:
-            stream = idle.pop()
-        except IndexError:
+        with self._lock:
+            idle = self._streams.setdefault(home, [])
+            stream = idle.pop() if idle else None
+        if stream is None:
             stream = self._driver.stream(home)
-        stream.enqueue(copies)
-        if not stream.synchronize(COPY_LIMIT):
-            raise Stuck(f"a copy of {sum(c.size for c in copies)} bytes did not end in {COPY_LIMIT:.0f} s")
-        # One that failed is left out: what is queued on it would fail ever after.
-        idle.append(stream)
+        ended = False
+        try:
+            stream.enqueue(copies)
+            ended = stream.synchronize(COPY_LIMIT)
+            if not ended:
+                raise Stuck(f"a copy of {sum(c.size for c in copies)} bytes did not end in {COPY_LIMIT:g} s")
+        finally:
+            if not ended:
+                stream.close()  # when it returns, no byte moves any more
+        with self._lock:
+            idle.append(stream)
+
+    def _take_spare(self, size: int) -> Handle | None:
+        with self._lock:
+            spare = self._spare.get(size)
+            return spare.pop() if spare else None
 
     def _zeroed(self, place: Place, size: int) -> Handle:
         # Spare host memory holds another lease's bytes, so it is exchanged for new memory, not handed out.
-        if place == HOST and (spare := self._spare.get(size)):
-            self._driver.release([spare.pop()])
+        if place == HOST and (spare := self._take_spare(size)) is not None:
+            self._driver.release([spare])
         return self._driver.create(place, size)
 
     def _for_copy(self, chunk: Chunk, target: Place) -> Handle:
@@ -267,10 +309,10 @@ class Backing:
                 self.keep_host(h)
 
     def _scratch_of(self, owner: str, size: int) -> Handle:
-        key = f"{owner}/{size}"
-        if key not in self._scratch:
-            self._scratch[key] = self._driver.create(HOST, size)
-        return self._scratch[key]
+        with self._lock:
+            if (owner, size) not in self._scratch:
+                self._scratch[owner, size] = self._driver.create(HOST, size)
+            return self._scratch[owner, size]
 
     def _stream_home(self, *places: Place) -> GpuId:
         return next((GpuId(p) for p in places if p != HOST), self._home)

@@ -14,8 +14,10 @@ from ema_agent.steward import Steward
 from ema_core.ids import HOST
 from ema_driver.errors import DriverError
 
-LOOK: Final = (0.05, 0.4)
-"""Seconds between two looks for work: at first, and when there has been none for long."""
+LOOK: Final = 0.05
+"""Seconds until the next look for work; twice as long after each that finds none."""
+REST: Final = 0.4
+"""Seconds between two looks at most."""
 FIRST_RETRY: Final = 0.1
 LAST_RETRY: Final = 5.0
 
@@ -32,15 +34,15 @@ class Cleaner:
 
     async def run(self) -> None:
         """Clean until cancelled."""
-        pause = LOOK[0]
+        pause = LOOK
         while True:
             self._look()
             work = self._candidates()
             if work:
-                pause = LOOK[0]
+                pause = LOOK
             else:
                 await asyncio.sleep(pause)
-                pause = min(LOOK[1], 2 * pause)
+                pause = min(REST, 2 * pause)
             for chunk in work:
                 await self._clean(chunk)
 
@@ -59,14 +61,19 @@ class Cleaner:
         ready = [
             c
             for c in self._steward.ledger.chunks()
-            if c.state is State.DIRTY and not c.droppable and self._retry.get(c.id, (0.0, 0.0))[0] <= now
+            if self._dirty(c) and not c.droppable and self._retry.get(c.id, (0.0, 0.0))[0] <= now
         ]
         ready.sort(key=lambda c: (c.last_used, c.id))
         return ready[:16]
 
+    @staticmethod
+    def _dirty(chunk: Chunk) -> bool:
+        """To be cleaned, and nobody else is at it: a candidate that is passed over would be looked at without end."""
+        return chunk.state is State.DIRTY and chunk.place != HOST and not chunk.busy
+
     async def _clean(self, chunk: Chunk) -> None:
         steward = self._steward
-        if chunk.state is not State.DIRTY or chunk.place == HOST or not steward.ledger.alive(chunk):
+        if not self._dirty(chunk) or not steward.ledger.alive(chunk):
             return
         chunk.busy = True
         began = time.monotonic()

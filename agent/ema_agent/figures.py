@@ -67,6 +67,8 @@ class Figures:
         self.shortfall_seconds[gpu] = self.shortfall_seconds.get(gpu, 0.0) + now - since
         self._short_since[gpu] = now
 
-    def no_shortfall(self, gpu: GpuId) -> None:
+    def no_shortfall(self, gpu: GpuId, now: float) -> None:
         """It has enough again."""
-        self._short_since.pop(gpu, None)
+        if gpu in self._short_since:
+            self.shortfall(gpu, now)
+            del self._short_since[gpu]

@@ -14,6 +14,7 @@ Busy words are per direction, because a fetch and a store run on different strea
 in `Words.store` ends in a full memory fence, so that a busy word read after it cannot be older than the closing.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,21 +80,25 @@ class Gates:
         self._driver = driver
         self._pages: list[Words] = []
         self._free: list[Gate] = []
+        self._lock = threading.Lock()
+        """Several worker threads make and give back gates."""
         self.reopened = 0
         """How often a closing fell between two waits."""
 
     def new(self) -> Gate:
         """A gate, closed, not busy, not dirty."""
-        if not self._free:
-            page = self._driver.words(PAGE_CHUNKS * STRIDE)
-            self._pages.append(page)
-            self._free = [Gate(page, i * STRIDE) for i in reversed(range(PAGE_CHUNKS))]
-        return self._free.pop()
+        with self._lock:
+            if not self._free:
+                page = self._driver.words(PAGE_CHUNKS * STRIDE)
+                self._pages.append(page)
+                self._free = [Gate(page, i * STRIDE) for i in reversed(range(PAGE_CHUNKS))]
+            return self._free.pop()
 
     def give_back(self, gate: Gate) -> None:
         """Return a gate that no queued operation names any more."""
         gate.page.fill([gate.base + i for i in (GATE, BUSY_FETCH, BUSY_STORE, DIRTY)], 0)
-        self._free.append(gate)
+        with self._lock:
+            self._free.append(gate)
 
     def open(self, gates: Sequence[Gate]) -> None:
         """Let copies pass."""

@@ -17,6 +17,7 @@ QUIET: Final = 5.0
 """Seconds without a report before a recovered GPU is healthy again."""
 FORGET: Final = 60.0
 """Seconds after which an XID that never was reported as recovered counts as recovered."""
+MISSING: Final = "it is enumerated no more"
 
 
 @dataclass(slots=True)
@@ -63,8 +64,10 @@ class Health:
         for gpu in known:
             sick = self._sick.get(gpu)
             if gpu not in present and (sick is None or not sick.lost):
-                self._sick[gpu] = Sickness("it is enumerated no more", lost=True, since=now)
+                self._sick[gpu] = Sickness(MISSING, lost=True, since=now)
                 gone.add(gpu)
+            elif gpu in present and sick is not None and sick.why == MISSING and sick.recovered_at is None:
+                sick.recovered_at = now
         return gone
 
     def clear(self, present: Sequence[GpuId], now: float) -> set[GpuId]:

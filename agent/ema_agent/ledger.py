@@ -45,14 +45,14 @@ ALLOWED: dict[State, frozenset[State]] = {
     State.CLEAN: frozenset({State.DIRTY, State.MOVING, State.LOST}),
     State.HOST: frozenset({State.MOVING}),
     State.MOVING: frozenset({State.DIRTY, State.CLEAN, State.HOST, State.DROPPED, State.LOST}),
-    State.DROPPED: frozenset({State.MOVING}),
+    State.DROPPED: frozenset(),
     State.LOST: frozenset(),
 }
 GONE: frozenset[State] = frozenset({State.DROPPED, State.LOST})
 """States without bytes."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Chunk:
     """One chunk: a stable address, and the memory behind it."""
 
@@ -72,15 +72,20 @@ class Chunk:
     """Host memory with the same bytes, true while the gate's dirty word is 0."""
     last_used: float = 0.0
     busy: bool = False
-    """A worker thread is copying it to its twin: no victim just now."""
+    """A worker thread is copying it to its twin, or its borrower gives it back: no victim just now."""
 
     @property
     def droppable(self) -> bool:
         """Whether the borrower agreed to lose it."""
         return self.region.droppable
 
+    @property
+    def has_true_twin(self) -> bool:
+        """Whether host memory holds the same bytes. No answer while it is `busy`."""
+        return self.twin is not None and not self.gate.dirty
 
-@dataclass(slots=True, eq=False)
+
+@dataclass(slots=True, eq=False, repr=False)
 class Region:
     """A borrower's range of bytes: chunk `i` holds the bytes from `i × chunk size` on."""
 
@@ -105,10 +110,17 @@ class Region:
     @property
     def missing(self) -> list[int]:
         """Indices that wait for a grant."""
-        return [i for i, c in enumerate(self.chunks) if c is None and i not in self.promised and i not in self.holes]
+        holes = self.holes
+        return [i for i, c in enumerate(self.chunks) if c is None and i not in self.promised and i not in holes]
+
+    @property
+    def gone(self) -> list[int]:
+        """Indices whose bytes were dropped and not renewed."""
+        holes = self.holes
+        return [i for i, c in enumerate(self.chunks) if i in holes or (c is not None and c.state is State.DROPPED)]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Lease:
     """One borrower's account."""
 
@@ -126,6 +138,8 @@ class Lease:
     granted_at: float = float("-inf")
     reclaimed_at: float = float("-inf")
     last_used: float = 0.0
+    closing: bool = False
+    """Its borrower is gone: it waits for nothing any more."""
     held: dict[Place, list[int]] = field(default_factory=dict)
     """Place → bytes [clean, dirty, droppable]."""
     drops: dict[int, int] = field(default_factory=dict)
@@ -141,16 +155,19 @@ class Lease:
         """Bytes of demand of one kind: all chunks but those that were dropped or lost."""
         count = 0
         for region in self.regions.values():
-            if region.droppable is droppable:
+            if region.droppable is not droppable:
+                continue
+            if region.torn or region.holes or self.closing:
+                count += sum(1 for c in region.chunks if c is not None and c.state not in GONE)
+                count += len(region.promised) + (0 if self.closing else len(region.missing))
+            else:
                 count += len(region.chunks)
-                if region.torn:
-                    count -= sum(
-                        i in region.holes if c is None else c.state in GONE for i, c in enumerate(region.chunks)
-                    )
         return count * self.chunk
 
     def missing(self, *, droppable: bool) -> Iterator[tuple[Region, int]]:
         """Chunks that wait for a grant, oldest region first."""
+        if self.closing:
+            return
         for region in self.regions.values():
             if region.droppable is droppable:
                 for index in region.missing:
@@ -305,7 +322,10 @@ class Ledger:
         return self._live.values()
 
     def pick(self, lease: LeaseId, place: Place, size: int, *, droppable: bool) -> list[Chunk]:
-        """Victims: chunks of the lease at the place worth `size` bytes; clean before dirty, then coldest."""
+        """Victims: chunks of the lease at the place worth `size` bytes at most; clean before dirty, then coldest.
+
+        Chunks that a worker thread copies just now are passed over: their memory must not be swapped under the copy.
+        """
         entry = self.leases.get(lease)
         if entry is None:
             return []
@@ -317,7 +337,7 @@ class Ledger:
             for region in entry.regions.values()
             if region.droppable is droppable
             for c in region.chunks
-            if c is not None and c.place == place
+            if c is not None and c.place == place and not c.busy
         ]
         clean = [c for c in here if c.state is State.CLEAN or c.state is State.HOST]
         dirty = [c for c in here if c.state is State.DIRTY]

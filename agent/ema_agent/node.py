@@ -8,10 +8,20 @@ last good one stands.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from ema_core.ids import HOST, GpuId, Place
 from ema_core.state import Gpu
 from ema_driver.protocol import Device, MemoryDriver, MemoryInfo
+
+
+@dataclass(slots=True)
+class Unseen:
+    """Bytes that were released and that the driver has not shown free yet."""
+
+    size: int
+    others: int
+    """Bytes that others used before."""
 
 
 class Node:
@@ -26,19 +36,25 @@ class Node:
         self.skipped: dict[GpuId, str] = {}
         """GPUs that cannot serve, with the reason."""
         self.unhealthy: dict[GpuId, str] = {}
+        self.lost: dict[GpuId, str] = {}
+        """GPUs whose bytes are gone, with the reason, until they are healthy again."""
         self.draining: set[Place] = set()
         self.memory: Mapping[Place, MemoryInfo] = {}
         self.ours: dict[Place, int] = defaultdict(int)
-        """Bytes of chunks that we hold physically at each place."""
+        """Bytes of chunks that we hold physically on each GPU."""
+        self.leaked: dict[GpuId, int] = {}
+        """Bytes that we released and that the driver still shows in use: an alarm, not a proof, for somebody else may
+        have taken as much in the same moment. It ends when the bytes are seen free."""
+        self._unseen: dict[GpuId, Unseen] = {}
         self.promised: dict[GpuId, int] = defaultdict(int)
         """Bytes that shares were promised and have not mapped yet."""
         self.withheld: dict[GpuId, int] = defaultdict(int)
         """Clients per GPU that have not opted in to lend it: start-up checks would take lent bytes for used ones."""
-        self.doubted: set[Place] = set()
-        """GPUs that had less room than we thought: nothing more goes there before their memory has been read again."""
         self._begun: dict[Place, int] = defaultdict(int)
         self._ended: dict[Place, int] = defaultdict(int)
         self._used: dict[GpuId, int] = {}
+        self._fits: dict[GpuId, int] = {}
+        """GPU → `_begun` at the last reading while nothing of ours changed."""
 
     def discover(self) -> None:
         """Read devices anew. Identity is the UUID, and the order is the UUIDs' own, whatever the enumeration."""
@@ -59,7 +75,8 @@ class Node:
             self.skipped.pop(gpu, None)
             if quiet.get(gpu) == self._begun[gpu]:
                 self._used[gpu] = max(0, info.used - self.ours[gpu])
-                self.doubted.discard(gpu)
+                self._fits[gpu] = self._begun[gpu]
+                self._look_for_leaks(gpu)
 
     def observe(self) -> None:
         """Read memory of all places, on this thread."""
@@ -78,15 +95,35 @@ class Node:
             for p in places:
                 self._ended[p] += 1
 
-    def doubt(self, place: Place) -> None:
-        """Memory was not to be had there. Trying again at once would keep the place from ever being quiet."""
-        if place in self.devices:
-            self.doubted.add(place)
-
     @property
     def lends(self) -> bool:
         """Whether anything of ours is on a GPU."""
         return any(self.ours.get(gpu) for gpu in self.devices)
+
+    def held(self, place: Place, size: int) -> None:
+        """We hold `size` bytes more at a place (less, below 0). Inside `changing`, when the driver has done it."""
+        if place == HOST:
+            return
+        self.ours[place] += size
+        gpu = GpuId(place)
+        if size < 0 and gpu not in self.lost:
+            entry = self._unseen.setdefault(gpu, Unseen(0, self._used.get(gpu, 0)))
+            entry.size -= size
+
+    def quiet_now(self, gpu: GpuId) -> bool:
+        """Whether the last reading of this GPU still holds: nothing of ours has changed on it since."""
+        return self._fits.get(gpu) == self._begun[gpu]
+
+    def _look_for_leaks(self, gpu: GpuId) -> None:
+        entry = self._unseen.get(gpu)
+        if entry is None:
+            return
+        entry.size = min(entry.size, self._used[gpu] - entry.others)
+        if entry.size > 0:
+            self.leaked[gpu] = entry.size
+        else:
+            del self._unseen[gpu]
+            self.leaked.pop(gpu, None)
 
     def used(self, gpu: GpuId) -> int:
         """Bytes of the GPU that anybody but us uses or was promised."""

@@ -1,7 +1,7 @@
 """The lender's side of a session: the client's own GPU gives its memory back before the client takes it.
 
-A GPU that a client runs on lends only once the client has opted in by a share: others look at free memory when they start,
-and would see lent bytes as used.
+A GPU that a client runs on lends only once the client has opted in by a share: others look at free memory when they
+start, and would see lent bytes as used.
 """
 
 import time
@@ -68,8 +68,9 @@ class OwnShare:
         """A new reading of memory has come, or time has passed."""
         free = self._node.free(self._gpu)
         for waiter in list(self.waiters):
-            # Another client's promise on this GPU comes out of the same free bytes.
-            if free >= self._node.promised[self._gpu]:
+            # Another client's promise on this GPU comes out of the same free bytes. A reading from before a grant was
+            # made would count bytes that are gone by now.
+            if self._node.quiet_now(self._gpu) and free >= self._node.promised[self._gpu]:
                 self.waiters.remove(waiter)
                 self._line.send(wire.Done(waiter.request, waiter.size))
             elif now >= waiter.deadline:

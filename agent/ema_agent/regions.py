@@ -12,6 +12,7 @@ from ema_agent.programs import Copies, Refusal
 from ema_agent.steward import Steward
 from ema_core import wire
 from ema_core.wire import Kinds
+from ema_driver.errors import DriverError
 
 T = TypeVar("T")
 PATIENCE: Final = 10.0
@@ -75,12 +76,13 @@ class Regions:
         region = self._region(message.region)
         self._settled(region)
         deadline = self._deadline(message.timeout)
-        gone = self._gone(region)
+        gone = region.gone
         self._may_want(len(gone))
 
         async def work() -> None:
             chunks = [c for i in gone if (c := region.chunks[i]) is not None]
             await self._until_idle(chunks)
+            region.holes.update(gone)  # from here on no run can name them
             await self.free(chunks)
             region.holes.clear()
             self._wait(Waiter(message.id, region, len(region.chunks), deadline, frozenset(gone)))
@@ -101,7 +103,7 @@ class Regions:
     def ask_dropped(self, message: wire.AskDropped) -> None:
         """Say which chunks are gone, in pages."""
         region = self._region(message.region)
-        gone = self._gone(region)
+        gone = region.gone
         for first in range(0, max(1, len(gone)), DROPPED_PAGE):
             page = gone[first : first + DROPPED_PAGE]
             self._line.send(wire.Dropped(message.id, region.number, page, first + DROPPED_PAGE < len(gone)))
@@ -130,21 +132,33 @@ class Regions:
                 self._line.tell(wire.Queued(waiter.request, position, max(0.0, waiter.deadline - now)))
 
     async def free(self, chunks: list[Chunk], *, certain: bool = False) -> None:
-        """Give chunks back that no queued copy names any more; `certain` when no copy can be under way either."""
+        """Give chunks back that no queued copy names any more.
+
+        `certain` when no copy can be under way either and nobody else touches them (they are `busy` for the caller).
+        Raises Held if a copy under way does not end; then nothing was given back.
+        """
         steward = self._steward
-        while any(c.busy or c.state is State.MOVING for c in chunks):
-            await asyncio.sleep(PAUSE)
         if not chunks:
             return
+        if not certain:
+            while any(c.busy or c.state is State.MOVING for c in chunks):
+                self._still_there()
+                await asyncio.sleep(PAUSE)
+            for c in chunks:
+                c.busy = True
+            try:
+                await steward.in_thread(steward.backing.take, chunks)
+            except DriverError:
+                for c in chunks:
+                    c.busy = False
+                raise
         held = [c for c in chunks if c.state not in (State.DROPPED, State.LOST)]
         with steward.node.changing({c.place for c in held}):
             for c in chunks:
                 steward.ledger.free(c)
-            if not certain:
-                await steward.in_thread(steward.backing.take, chunks)
             await steward.in_thread(steward.backing.give_back, chunks, self._lease.id)
             for c in held:
-                steward.node.ours[c.place] -= c.size
+                steward.node.held(c.place, -c.size)
         steward.held_changed()
         steward.wake()
 
@@ -171,12 +185,16 @@ class Regions:
         text = f"{short} bytes were not to be had in time; place {position} in the queue"
         raise Refusal(Kinds.FULL, text, position=position)
 
-    async def _alone(self, region: Region, work: Coroutine[Any, Any, T]) -> T:
+    def _alone(self, region: Region, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         self._changing.add(region.number)
-        try:
-            return await work
-        finally:
-            self._changing.discard(region.number)
+
+        async def alone() -> T:
+            try:
+                return await work
+            finally:
+                self._changing.discard(region.number)
+
+        return alone()
 
     async def _cut(self, region: Region, count: int) -> int:
         await self._until_idle([c for c in region.chunks[count:] if c is not None])
@@ -185,10 +203,16 @@ class Regions:
         self._unused(gone)
         for index in [i for i in region.promised if i >= count]:
             self._steward.ledger.withdraw(self._lease, region, index)
+        # Nobody waits for these any more.
+        region.holes.update(range(count, len(region.chunks)))
+        region.usable = min(region.usable, count)
+        try:
+            await self.free(gone)
+        except (DriverError, Refusal):
+            region.holes = {i for i in region.holes if region.chunks[i] is None}
+            raise
         del region.chunks[count:]
         region.holes = {i for i in region.holes if i < count}
-        region.usable = min(region.usable, count)
-        await self.free(gone)
         if not region.chunks:
             self._lease.regions.pop(region.number, None)
         self._steward.wake()
@@ -197,17 +221,19 @@ class Regions:
     async def _until_idle(self, chunks: Sequence[Chunk]) -> None:
         deadline = time.monotonic() + PATIENCE
         while self._copies.busy(chunks):
+            self._still_there()
             if time.monotonic() > deadline:
                 raise Refusal(Kinds.IN_USE, "a run under way does not end: hand its slots over first")
             await asyncio.sleep(PAUSE)
 
+    def _still_there(self) -> None:
+        """Work for a client that is gone ends here: the end of its session gives everything back."""
+        if self._lease.closing:
+            raise Refusal(Kinds.GONE, "the client is gone")
+
     def _settled(self, region: Region) -> None:
         if region.number in self._changing or any(w.region is region for w in self.waiters):
             raise Refusal(Kinds.BUSY, f"region {region.number} is changing: wait for that answer first")
-
-    def _gone(self, region: Region) -> list[int]:
-        chunks = enumerate(region.chunks)
-        return [i for i, c in chunks if (i in region.holes if c is None else c.state is State.DROPPED)]
 
     def _unused(self, chunks: Sequence[Chunk]) -> None:
         if users := self._copies.users_of(chunks):

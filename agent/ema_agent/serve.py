@@ -60,8 +60,10 @@ def claim(folder: Path) -> int:
 
 
 def _steady() -> None:
-    """Keep the interpreter's own pauses out of reclaims: a thread that computes hands over after 1 ms, not 5, and what
-    lives since the start is not looked through for garbage."""
+    """Keep the interpreter's own pauses out of reclaims.
+
+    A thread that computes hands over after 1 ms, not 5; what lives since the start is not looked through for garbage.
+    """
     sys.setswitchinterval(1e-3)
     gc.collect()
     gc.freeze()

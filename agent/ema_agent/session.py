@@ -9,7 +9,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Final
 
@@ -24,7 +24,7 @@ from ema_agent.regions import Regions
 from ema_agent.steward import Steward
 from ema_core import wire
 from ema_core.wire import Kinds
-from ema_driver.errors import DriverError, InvalidUse
+from ema_driver.errors import DriverError, InvalidUse, OutOfMemory
 from ema_driver.protocol import MemoryDriver, Stream
 
 PENDING: Final = 64
@@ -219,9 +219,10 @@ class Session:
     def disconnected(self, _why: str) -> None:
         """The connection is gone: give everything back, whatever was queued."""
         if not self.closing:
-            self.closing = True
+            self.closing = self.lease.closing = True
             self._lanes.forget(self.lease.id)
             self._ending = asyncio.get_running_loop().create_task(self._end())
+            self._ending.add_done_callback(self._steward.done)
 
     async def _end(self) -> None:
         steward, copies, lease = self._steward, self.copies, self.lease
@@ -229,9 +230,13 @@ class Session:
         self.share.end()
         while self._in_motion():
             await asyncio.sleep(PAUSE)
+        # From here on every gate is opened for good, so no plan may take a chunk of this lease any more.
+        for c in lease.chunks():
+            c.busy = True
         lost = [c for c in lease.chunks() if c.state is State.LOST]
         if lost:
-            await steward.in_thread(steward.backing.to_scratch, lost, lease.id)
+            with suppress(OutOfMemory):  # without scratch memory for them their copies are dropped with the stream
+                await steward.in_thread(steward.backing.to_scratch, lost, lease.id)
         await self._let_pass()
         await self.line.hang_up()
         for program in copies.programs.values():
@@ -239,12 +244,8 @@ class Session:
                 graph.close()
         for stream in copies.streams.values():
             await steward.in_thread(stream.close)
-        while self._in_motion():
-            await asyncio.sleep(PAUSE)
-        # Nothing is wanted any more from here on: what is given back must not be granted anew.
-        chunks = list(lease.chunks())
+        await self.regions.free(list(lease.chunks()), certain=True)
         lease.regions.clear()
-        await self.regions.free(chunks, certain=True)
         steward.backing.forget_scratch(lease.id)
         for window in list(copies.windows.values()):
             self._unmap(window)

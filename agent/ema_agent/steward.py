@@ -13,20 +13,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
-from ema_agent.backing import Backing, Stuck
+from ema_agent.backing import Backing, Held, Stuck
 from ema_agent.ledger import Chunk, Lease, Ledger, Region, State
 from ema_agent.node import Node
 from ema_core.ids import HOST, LeaseId, Place, PoolName
 from ema_core.plan import Cause, Drop, Grant, Move, Plan, Waiting
 from ema_core.policy import plan
-from ema_core.state import NodeState, PoolPolicy
-from ema_driver.errors import DriverError
+from ema_core.state import Gpu, NodeState, PoolPolicy
+from ema_driver.errors import DriverError, OutOfMemory
 
 T = TypeVar("T")
 BATCH: Final = 8
 """Chunks of one dirty batch: the lender sees bytes come back while the rest is still copied."""
 WORKERS: Final = 4
 INF: Final = float("inf")
+REST: Final = 0.1
+"""Seconds for which a place that failed is left alone, so that a failure that lasts does not become a busy loop."""
 
 OWN_CAUSES: Final = frozenset({Cause.HEADROOM, Cause.LIMIT, Cause.DRAIN, Cause.HEALTH})
 """Causes on the lender's side: their duration is a promise to the lender."""
@@ -84,10 +86,16 @@ class Steward:
         self._leaving: dict[Place, set[asyncio.Task[None]]] = defaultdict(set)
         self.held_changed: Callable[[], None] = lambda: None
         """Called when bytes were taken or given back, from any thread, so that memory is read again at once."""
+        self.failed: Callable[[BaseException], None] = _raise
+        """Called on the loop with what no piece of work may raise: the ledger is right no more."""
+        self.may_grant: Callable[[], bool] = lambda: True
+        """Whether what is known of the node is fresh enough to lend by."""
+        self._resting: dict[Place, float] = {}
+        """Place → until when it is left alone."""
         self.passed_over = False
         """The last plan wanted chunks that a worker thread was copying just then: plan again when that ends."""
         self.due = INF
-        """When a plan can differ although nothing has happened meanwhile: a `minHold` ends. Monotonic seconds."""
+        """When a plan can differ although nothing has happened: a `minHold` or a rest ends. Monotonic seconds."""
         self.settled = asyncio.Event()
         """Set whenever a plan found nothing to do and nothing is under way."""
 
@@ -116,12 +124,25 @@ class Steward:
 
     def state(self) -> NodeState:
         """The node at this moment."""
+        now = time.monotonic()
+        self._resting = {p: end for p, end in self._resting.items() if end > now}
         return NodeState(
-            gpus=self.node.gpus(),
+            gpus=tuple(self._full(g) if g.id in self._resting else g for g in self.node.gpus()),
             paths=dict(self.node.paths),
             leases=self.ledger.policy_leases(),
             draining=frozenset(self.node.draining),
         )
+
+    def _full(self, gpu: Gpu) -> Gpu:
+        """A resting GPU as one that keeps what it lends and has nothing more to lend."""
+        headroom = max((p.headroom for p in self.pools.values() if gpu.id in p.gpus), default=0)
+        most = gpu.total - gpu.reserved - headroom - self.ledger.lent[gpu.id]
+        return Gpu(gpu.id, gpu.total, gpu.reserved, max(gpu.used, most), gpu.lends, gpu.healthy)
+
+    def _rest(self, error: DriverError, source: Place, target: Place) -> None:
+        """After a failure: whichever end is to blame is left alone for a moment."""
+        full = isinstance(error, OutOfMemory)
+        self._resting[target if full else source] = time.monotonic() + REST
 
     def round(self) -> Plan:
         """Plan once and start carrying it out."""
@@ -134,9 +155,8 @@ class Steward:
         self._start_moves(outcome.moves, now)
         self._start_drops(outcome.drops, now)
         self._start_grants(outcome.grants, now)
-        self.due = min(
-            (at for lease in self.ledger.leases.values() for at in self._ends(lease) if at > now), default=INF
-        )
+        ends = (at for lease in self.ledger.leases.values() for at in self._ends(lease) if at > now)
+        self.due = min(*ends, *self._resting.values(), INF, INF)
         return outcome
 
     def _ends(self, lease: Lease) -> tuple[float, float]:
@@ -149,7 +169,7 @@ class Steward:
     def _start_moves(self, moves: Iterable[Move], now: float) -> None:
         self.passed_over = False
         for move in moves:
-            if move.target in self.node.doubted:
+            if move.source in self._resting or move.target in self._resting:
                 continue
             chunks = self.ledger.pick(move.lease, move.source, move.size, droppable=move.droppable)
             self.passed_over |= sum(c.size for c in chunks) < move.size
@@ -170,8 +190,8 @@ class Steward:
                 with node.changing({move.source}):
                     freed, stored, free_from = await self.in_thread(self._to_twin, clean)
                     self._held(move.source, -sum(c.size for c in freed))
-            except Stuck:
-                self._arrived([*clean, *dirty], State.DIRTY, move.source)
+            except DriverError as error:
+                self._failed_move([*clean, *dirty], move, move.source, error)
                 return
             self._record(move, freed, free_from - decided, clean=True)
             dirty = stored + dirty
@@ -183,7 +203,7 @@ class Steward:
             batch = dirty[first : first + BATCH]
             if (left_at := await self._carry(batch, move, move.source)) is not None:
                 self._record(move, batch, left_at - decided, clean=False)
-        backing.trim(self._spare_limit())
+        await self.in_thread(backing.trim, self._spare_limit())
 
     def _to_twin(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk], float]:
         """On a worker: chunks that went to their twin, and those that a store had made dirty again (gates open).
@@ -217,17 +237,26 @@ class Steward:
                 self._held(source, -sum(c.size for c in batch))
                 self._held(move.target, sum(c.size for c in batch))
         except DriverError as error:
-            if isinstance(error, Stuck):
-                self.node.barred[source, move.target] = str(error)
-                self.node.paths.pop((source, move.target), None)
-            self.node.doubt(move.target)
-            # The target filled up or went away under us. The bytes are where they were; the next plan sees that.
-            self._arrived(batch, State.HOST if source == HOST else State.DIRTY, source)
-            self.wake()
+            self._failed_move(batch, move, source, error)
             return None
         twins = State.CLEAN if source == HOST and not batch[0].droppable else State.DIRTY
         self._arrived(batch, State.HOST if move.target == HOST else twins, move.target)
         return free_from
+
+    def _failed_move(self, chunks: list[Chunk], move: Move, source: Place, error: DriverError) -> None:
+        """The target filled up or went away, or a link hangs. The bytes are where they were; the next plan sees why."""
+        if isinstance(error, Stuck):
+            self._bar(source, move.target, error)
+        elif isinstance(error, Held):
+            self._bar(source, chunks[0].lease.gpu, error)
+        else:
+            self._rest(error, source, move.target)
+        self._arrived(chunks, State.HOST if source == HOST else State.DIRTY, source)
+        self.wake()
+
+    def _bar(self, source: Place, target: Place, why: DriverError) -> None:
+        self.node.barred[source, target] = str(why)
+        self.node.paths.pop((source, target), None)
 
     def _copy(self, batch: list[Chunk], target: Place) -> float:
         backing = self.backing
@@ -249,22 +278,29 @@ class Steward:
 
     def _start_drops(self, drops: Iterable[Drop], now: float) -> None:
         for drop in drops:
-            chunks = self.ledger.pick(drop.lease, drop.place, drop.size, droppable=True)
-            if chunks:
-                chunks[0].lease.reclaimed_at = now
-                self.ledger.become_all(chunks, State.MOVING, place=drop.place)
-                self._start(drop.place, self._drop(chunks, drop, now))
+            if drop.place not in self._resting:
+                self.drop(self.ledger.pick(drop.lease, drop.place, drop.size, droppable=True), drop.cause, now)
 
-    async def _drop(self, chunks: list[Chunk], drop: Drop, decided: float) -> None:
-        lease = chunks[0].lease
+    def drop(self, chunks: list[Chunk], cause: Cause, now: float) -> None:
+        """Give up droppable chunks of one lease at one place."""
+        if chunks:
+            chunks[0].lease.reclaimed_at = now
+            self.ledger.become_all(chunks, State.MOVING)
+            self._start(chunks[0].place, self._drop(chunks, cause, now))
+
+    async def _drop(self, chunks: list[Chunk], cause: Cause, decided: float) -> None:
+        lease, place = chunks[0].lease, chunks[0].place
         try:
             await self.in_thread(self.backing.take, chunks)
-        except Stuck:
-            self._arrived(chunks, State.DIRTY, drop.place)
+            with self.node.changing({place}):
+                free_from = await self.in_thread(self.backing.to_scratch, chunks, lease.id)
+                self._held(place, -sum(c.size for c in chunks))
+        except DriverError as error:
+            self.backing.gates.open([c.gate for c in chunks])
+            self._rest(error, place, place)
+            self._arrived(chunks, State.HOST if place == HOST else State.DIRTY, place)
+            self.wake()
             return
-        with self.node.changing({drop.place}):
-            free_from = await self.in_thread(self.backing.to_scratch, chunks, lease.id)
-            self._held(drop.place, -sum(c.size for c in chunks))
         by_region: dict[int, list[int]] = defaultdict(list)
         self.ledger.become_all(chunks, State.DROPPED)
         for c in chunks:
@@ -275,14 +311,16 @@ class Steward:
         self.backing.gates.open([c.gate for c in chunks])
         size = sum(c.size for c in chunks)
         seconds = free_from - decided
-        self.listener.reclaimed(Reclaim(lease.id, drop.place, None, size, drop.cause, clean=True, seconds=seconds))
+        self.listener.reclaimed(Reclaim(lease.id, place, None, size, cause, clean=True, seconds=seconds))
 
     # --- grants ---
 
     def _start_grants(self, grants: Iterable[Grant], now: float) -> None:
+        if not self.may_grant():
+            return
         for grant in grants:
             lease = self.ledger.leases.get(grant.lease)
-            if lease is None or grant.place in self.node.doubted:
+            if lease is None or grant.place in self._resting:
                 continue
             count = grant.size // lease.chunk
             wanted = [w for w, _ in zip(lease.missing(droppable=grant.droppable), range(count), strict=False)]
@@ -301,7 +339,7 @@ class Steward:
                 fresh = await self.in_thread(self.backing.fresh, place, lease.chunk, len(wanted))
                 self._held(place, lease.chunk * len(wanted))
         except DriverError:
-            self.node.doubt(place)
+            self._resting[place] = time.monotonic() + REST
             for region, index in wanted:
                 self.ledger.withdraw(lease, region, index)
             self.wake()
@@ -333,11 +371,15 @@ class Steward:
         if leaving is not None:
             self._leaving[leaving].discard(task)
         self.wake()
-        if not task.cancelled():
-            task.result()
+        self.done(task)
+
+    def done(self, task: "asyncio.Task[None]") -> None:
+        """A piece of work on the ledger has ended: with what it may not raise, the agent has to end."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failed(error)
 
     def _held(self, place: Place, size: int) -> None:
-        self.node.ours[place] += size
+        self.node.held(place, size)
         self.held_changed()
 
     def _record(self, move: Move, chunks: Sequence[Chunk], seconds: float, *, clean: bool) -> None:
@@ -348,3 +390,7 @@ class Steward:
 
     def _spare_limit(self) -> int:
         return sum(p.host_spill for p in self.pools.values()) // 8
+
+
+def _raise(error: BaseException) -> None:
+    raise error

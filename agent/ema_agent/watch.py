@@ -72,8 +72,9 @@ class Watch:
                 return
             except DriverError:
                 continue
+            late = self.age > OLD
             self.read_at = time.monotonic()
-            if asked or self._wanted or self._last != (memory, quiet):
+            if late or asked or self._wanted or self._last != (memory, quiet):
                 self._last = memory, quiet
                 self._tell(lambda m=memory, q=quiet: self._take(m, q))  # type: ignore[misc]
 

@@ -64,8 +64,11 @@ MAX_BYTES: Final = 1 << 56
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, frozen=True, forbid_unknown_fields=True):
-    """Base of every message. More fields than this version knows are refused, except in what tells two versions apart
-    (`Hello`, `Welcome`, `Refused`)."""
+    """Base of every message.
+
+    More fields than this version knows are refused, except in what tells two versions apart (`Hello`, `Welcome`,
+    `Refused`).
+    """
 
 
 class CopyStep(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

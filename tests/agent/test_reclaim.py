@@ -1,6 +1,31 @@
 """Reclaim: the lender has its bytes, the borrower has its data, whatever the borrower does."""
 
-from nodes import MIB, Node, pattern
+import pytest
+
+from ema_agent.ledger import State
+from nodes import MIB, Borrower, Node, pattern, until
+
+SIZE = 12 * MIB
+"""Borrowed from three neighbours."""
+
+
+def all_clean(node: Node) -> None:
+    node.until(lambda a: all(c.state is State.CLEAN for c in a.ledger.chunks()), saying="every chunk has a twin")
+
+
+def empty_a_lender(node: Node, gpu: int = 1) -> None:
+    """Somebody else takes a GPU's memory in steps until nothing can be lent from it."""
+    assert node.lent(gpu) > 0
+    held = node.take_all_but(gpu, 2 * MIB)
+    until(lambda: node.lent(gpu) == 0, saying="the lender has everything back")
+    node.settle()
+    assert node.memory(gpu).free >= 2 * MIB, "headroom"
+    node.outsider.release(held)
+
+
+def goes_on(borrower: Borrower) -> None:
+    made = borrower.ask("made")
+    until(lambda: borrower.ask("made") > made, saying="the program goes on")
 
 
 def test_what_is_stored_is_fetched(node: Node) -> None:
@@ -8,8 +33,66 @@ def test_what_is_stored_is_fetched(node: Node) -> None:
     region = client.region(4 * MIB)
     data = pattern(1, 4 * MIB)
     region.store(data, at=0)
-    assert node.memory(0).used == node.before[node.gpus[0]].used + client._staging.size  # type: ignore[union-attr]
     back = bytearray(4 * MIB)
     region.fetch(0, back)
     assert back == data
-    node.settle()
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_reclaimed_bytes_are_right_afterwards(node: Node, clean: bool) -> None:
+    borrower = node.borrower(0)
+    assert borrower.ask("region", SIZE) == 0
+    if not clean:
+        node.agent.cleaner._candidates = list  # type: ignore[method-assign]
+    borrower.ask("fill", 0, 1)
+    if clean:
+        all_clean(node)
+    empty_a_lender(node)
+    assert borrower.ask("check", 0, 1) == []
+    kinds = {r.clean for r in node.on_loop(lambda: list(node.agent.figures.recent))}
+    assert kinds == {clean}
+
+
+def test_a_borrower_whose_program_runs_sees_no_wrong_byte_while_every_lender_takes_its_memory(node: Node) -> None:
+    borrower = node.borrower(0)
+    borrower.ask("region", SIZE)
+    borrower.ask("fill", 0, 1)
+    borrower.ask("run", 0, 1)
+    for gpu in (1, 2, 3, 1):
+        if node.lent(gpu):
+            empty_a_lender(node, gpu)
+        goes_on(borrower)
+    steps, wrong = borrower.ask("halt")
+    assert (steps > 0, wrong) == (True, 0)
+    assert borrower.ask("check", 0, 1) == []
+
+
+def silence(borrower: Borrower, how: str) -> None:
+    if how == "stopped":
+        borrower.ask("run", 0, 1)
+        until(lambda: borrower.ask("made") > 2)
+        borrower.stop()
+    elif how == "hung":
+        borrower.ask("hang", 0)
+    elif how == "killed":
+        borrower.ask("run", 0, 1)
+        until(lambda: borrower.ask("made") > 2)
+        borrower.kill()
+
+
+@pytest.mark.parametrize("how", ["stopped", "hung", "killed"])
+def test_reclaim_does_not_wait_for_a_borrower(node: Node, how: str) -> None:
+    borrower, other = node.borrower(0), node.borrower(2)
+    borrower.ask("region", SIZE)
+    borrower.ask("fill", 0, 1)
+    other.ask("region", SIZE)
+    other.ask("fill", 0, 2)
+    silence(borrower, how)
+    empty_a_lender(node)
+    assert other.ask("check", 0, 2) == []
+    if how == "stopped":
+        borrower.go_on()
+        assert borrower.ask("halt")[1] == 0
+        assert borrower.ask("check", 0, 1) == []
+    elif how == "hung":
+        borrower.kill()

@@ -12,7 +12,7 @@ from ema_core.policy import apply, lendable, plan
 from ema_core.state import NodeState, PoolPolicy
 from policy.nodes import lent, mesh, on_gpus, worlds
 
-moderate = settings(max_examples=120, deadline=None)
+moderate = settings(max_examples=80, deadline=None)
 
 
 def disturb(state: NodeState, dice: random.Random, *, kinds: int = 4) -> NodeState:

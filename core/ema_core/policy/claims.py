@@ -107,6 +107,9 @@ def _fill(
     claims: Claims, low: Sequence[int], assured: Sequence[int], high: Sequence[int], shared: Sequence[Shared]
 ) -> list[int]:
     """Guaranteed amounts first, the rest after them."""
+    shared = claims.scarce(high, shared)
+    if not shared:
+        return list(high)
     floor = list(map(max, low, map(min, assured, high)))
     if any(map(gt, floor, low)):
         low = shares(claims, low, floor, shared)

@@ -28,21 +28,41 @@ class Claims:
     One entry per claim, in the order that counts among equals; `chunk` has one per group.
     """
 
-    __slots__ = ("chunk", "group", "tiers")
+    __slots__ = ("_priority", "_tiers", "_weight", "chunk", "group")
 
     def __init__(
         self, group: Sequence[int], weight: Sequence[int], priority: Sequence[int], chunk: Sequence[int]
     ) -> None:
         self.group, self.chunk = group, chunk
-        found: dict[tuple[int, int, int], list[int]] = {}
-        for i, key in enumerate(zip(priority, group, weight, strict=True)):
-            if key in found:
-                found[key].append(i)
-            else:
-                found[key] = [i]
-        self.tiers: dict[int, list[Cell]] = {p: [] for p in sorted(set(priority), reverse=True)}
-        for (p, g, w), members in found.items():
-            self.tiers[p].append((g, w, members))
+        self._weight, self._priority = weight, priority
+        self._tiers: list[list[Cell]] = []
+
+    def tiers(self) -> list[list[Cell]]:
+        """The cells of each priority, highest first."""
+        if not self._tiers:
+            found: dict[tuple[int, int, int], list[int]] = {}
+            for i, key in enumerate(zip(self._priority, self.group, self._weight, strict=True)):
+                if key in found:
+                    found[key].append(i)
+                else:
+                    found[key] = [i]
+            tiers: dict[int, list[Cell]] = {p: [] for p in sorted(set(self._priority), reverse=True)}
+            for (p, g, w), members in found.items():
+                tiers[p].append((g, w, members))
+            self._tiers = list(tiers.values())
+        return self._tiers
+
+    def sums(self, amounts: Sequence[int]) -> list[int]:
+        """Bytes of each group."""
+        sums = [0] * len(self.chunk)
+        for g, amount in zip(self.group, amounts, strict=True):
+            sums[g] += amount
+        return sums
+
+    def scarce(self, high: Sequence[int], shared: Sequence[Shared]) -> list[Shared]:
+        """The capacities that do not suffice for everybody's `high`; the others can never bind."""
+        highs = self.sums(high)
+        return [(cap, inside) for cap, inside in shared if sum([highs[g] for g in inside]) > cap]
 
 
 def shares(claims: Claims, low: Sequence[int], high: Sequence[int], shared: Sequence[Shared]) -> list[int]:
@@ -50,21 +70,17 @@ def shares(claims: Claims, low: Sequence[int], high: Sequence[int], shared: Sequ
 
     `low` must fit; every amount is a multiple of its group's chunk. O(n log n) beside one search per group that closes.
     """
-    groups = len(claims.chunk)
-    lows, highs = [0] * groups, [0] * groups
-    for g, lo, hi in zip(claims.group, low, high, strict=True):
-        lows[g] += lo
-        highs[g] += hi
-    scarce = [(cap, inside) for cap, inside in shared if sum([highs[g] for g in inside]) > cap]
+    scarce = claims.scarce(high, shared)
     if not scarce:
         return list(high)
+    groups, lows = len(claims.chunk), claims.sums(low)
     got = list(high)
     slack = [cap - sum([lows[g] for g in inside]) for cap, inside in scarce]
     bound: list[list[int]] = [[] for _ in range(groups)]
     for u, (_, inside) in enumerate(scarce):
         for g in inside:
             bound[g].append(u)
-    for cells in claims.tiers.values():
+    for cells in claims.tiers():
         need = _need(cells, low, high, groups)
         rest = [left - sum([need[g] for g in inside]) for left, (_, inside) in zip(slack, scarce, strict=True)]
         if min(rest) >= 0:

@@ -2,8 +2,8 @@
 
 Every lease that is short of its entitlement is a *taker*. Takers come in the order of the queue. Each one uses, in this
 order: room that is free; room that leases above their entitlement make; room that a neighbour makes by moving to where
-the taker cannot go; host memory, the lender of last resort. On each step its new bytes come before those that wait in
-host memory to be promoted.
+the taker cannot go itself; host memory, the lender of last resort. On each step its new bytes come before those that
+wait in host memory to be promoted.
 """
 
 from collections.abc import Sequence
@@ -221,39 +221,59 @@ def _take(draft: Draft, taker: Taker, spare: list[tuple[int, int]]) -> None:
 
 
 def _make_neighbours_move(draft: Draft, taker: Taker) -> None:
-    """One-step exchange: somebody on a lender of the taker's moves to free room that the taker cannot reach itself."""
+    """One-step exchange: somebody on a lender of the taker's moves to where the taker cannot go itself."""
     p = draft.pool_of[taker.i]
-    if all(draft.grow[k] - draft.lent[k] < draft.pools[p].chunk for k in range(draft.span)):
+    reach = [k for lenders in draft.lenders(taker.i) for k in lenders]
+    beyond = [k for k in range(draft.span) if k not in reach and _could_empty(draft, taker, k)]
+    if not beyond:
         return
-    for lenders in draft.lenders(taker.i):
-        for k in lenders:
-            for i in sorted(draft.holders(k), key=lambda i: (draft.leases[i].priority, draft.leases[i].id)):
-                if not taker.seats:
-                    return
-                if i != taker.i and draft.free(p, k) >= 0:
-                    _exchange(draft, taker, i, k)
+    for k in reach:
+        for i in sorted(draft.holders(k), key=lambda i: (draft.leases[i].priority, i)):
+            if not taker.seats:
+                return
+            bound = draft.pool_grow[p][k] - draft.pool_lent[p][k] < draft.pools[p].chunk
+            if i != taker.i and draft.free(p, k) >= 0 and not (bound and draft.pool_of[i] != p):
+                _exchange(draft, taker, i, k, beyond)
 
 
-def _exchange(draft: Draft, taker: Taker, i: int, k: int) -> None:
-    p, q = draft.pool_of[taker.i], draft.pool_of[i]
-    if q != p and draft.pool_grow[p][k] - draft.pool_lent[p][k] < draft.pools[p].chunk:
-        return
-    if not draft.pools[q].spill_to_peer:
+def _could_empty(draft: Draft, taker: Taker, k: int) -> bool:
+    """Whether GPU `k` has free room, or bytes that the taker might claim if it reached them."""
+    return draft.grow[k] > draft.lent[k] or any(_above(draft, taker, i, k) for i in draft.holders(k))
+
+
+def _exchange(draft: Draft, taker: Taker, i: int, k: int, beyond: list[int]) -> None:
+    p, pool = draft.pool_of[taker.i], draft.pools[draft.pool_of[i]]
+    if not pool.spill_to_peer:
         return
     lower = draft.leases[i].priority < draft.leases[taker.i].priority
     cause = Cause.PRIORITY if lower else Cause.FAIRNESS
     row = draft.rate_of[i]
-    for lenders in draft.lenders(i):
-        for other in lenders:
-            if other == k or (row[other] < row[k] and not lower):
+    for other in [each for lenders in draft.lenders(i) for each in lenders if each in beyond]:
+        if row[other] < row[k] and not lower:
+            continue
+        for kind in (DROPPABLE, CLEAN, DIRTY):
+            size = min(draft.book(i).get(k, (0, 0, 0))[kind], draft.chunks(i, taker.seats))
+            if size <= 0 or draft.free(p, k) + size < draft.pools[p].chunk:
                 continue
-            for kind in (DROPPABLE, CLEAN, DIRTY):
-                here = draft.book(i).get(k, (0, 0, 0))[kind]
-                size = min(here, draft.room(q, other), draft.chunks(i, taker.seats))
-                if size <= 0 or draft.free(p, k) + size < draft.pools[p].chunk:
-                    continue
+            size = min(size, _clear(draft, taker, i, other, size))
+            if size:
                 draft.shift(i, kind, size, k, other, cause)
                 _seat(draft, taker, k, min(taker.seats, draft.room(p, k)))
+
+
+def _clear(draft: Draft, taker: Taker, i: int, k: int, size: int) -> int:
+    """Room on GPU `k` for `size` bytes of lease `i`, as far as leases above their entitlement can make it there."""
+    q = draft.pool_of[i]
+    kin = [j for j in draft.holders(k) if j != i and draft.pool_of[j] == q]
+    offers = {j: above for j in kin if (above := _above(draft, taker, j, k))}
+    if draft.free(q, k) + sum(offers.values()) >= draft.pools[q].chunk:
+        for j in sorted(offers, key=lambda j: (draft.leases[j].priority, -offers[j], j)):
+            missing = size - draft.free(q, k)
+            if missing > 0:
+                same = draft.leases[j].priority == draft.leases[taker.i].priority
+                part = min(offers[j], draft.chunks(j, missing))
+                leave(draft, j, k, part, Cause.FAIRNESS if same else Cause.PRIORITY)
+    return draft.room(q, k)
 
 
 def _use_host(draft: Draft, taker: Taker) -> None:

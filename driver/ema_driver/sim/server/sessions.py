@@ -22,9 +22,7 @@ from ema_driver.sim.server.streams import lost
 _KEPT_EVENTS = 1000
 OBJECT_LIMIT = 100_000
 """Handles, streams and graphs of one session, each."""
-PAGE_COUNT = 16_384
-"""Pages of a session that sees all GPUs: an agent has a few for every client."""
-GUEST_PAGES = 1000
+PAGE_COUNT = 1000
 """Pages of a guest's session: each costs the device process descriptors."""
 
 
@@ -258,9 +256,8 @@ class Session(Connection):
         """Pages are not counted as memory of any place."""
         if len(fds) != 1:
             raise InvalidUse(f"words: {len(fds)} descriptors sent; must be 1")
-        most = PAGE_COUNT if self._guest is None else GUEST_PAGES
-        if len(self._run.pages) >= most:
-            raise InvalidUse(f"words: more than {most} pages in one session")
+        if self._guest is not None and len(self._run.pages) >= PAGE_COUNT:
+            raise InvalidUse(f"words: more than {PAGE_COUNT} pages in a guest's session")
         number = self._number(self._run.pages)
         page = self._machine.pages.register(fds[0], call.count)
         self._run.pages[number] = page
