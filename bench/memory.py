@@ -2,7 +2,7 @@
 
     python bench/memory.py [--no-save]
 
-Each client is a connection that speaks the wire protocol and borrows one region of one chunk; a few processes hold them.
+Each client is a connection that speaks the wire protocol and borrows a region of one chunk; a few processes hold them.
 """
 
 import multiprocessing
@@ -14,10 +14,9 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
+from ema_core import wire
 from record import Row, at_most, finish, plain, record
 from server import Server, cpu_seconds, resident
-
-from ema_core import wire
 
 LEASES = 1000
 PROCESSES = 4

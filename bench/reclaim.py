@@ -20,12 +20,11 @@ from unittest import mock
 
 import ema
 from ema.share import Share
-from record import Row, at_most, finish, percentile, plain, record
-from server import Server
-
 from ema_core.ids import HOST, Place
 from ema_driver.protocol import Address
 from ema_driver.sim import SimDriver
+from record import Row, at_most, finish, percentile, plain, record
+from server import Server
 
 CHUNK = 64 << 10
 SCALE = (64 << 20) // CHUNK
@@ -55,7 +54,7 @@ def sim(*, delays: bool) -> dict[str, Any]:
     }
 
 
-def pool(**lending: Any) -> dict[str, Any]:
+def pool(**lending: int) -> dict[str, Any]:
     return {
         "chunkSize": CHUNK,
         "lending": {"maxPerGPU": LENT, "headroom": HEADROOM, "hysteresis": 0, **lending},
@@ -190,6 +189,7 @@ class Lender:
         self.share.shrink(BASE)
 
     def close(self) -> None:
+        """Leave."""
         self.pool.close()
 
 
@@ -202,6 +202,7 @@ class Alone:
         self.addresses = [Address(base + i * CHUNK) for i in range(COUNT)]
 
     def seconds(self) -> float:
+        """Unmap and release, of memory that was just made."""
         driver = self.driver
         handles = [driver.create(Place(HOST), CHUNK) for _ in range(COUNT)]
         driver.map(list(zip(self.addresses, handles, strict=True)))
@@ -211,6 +212,7 @@ class Alone:
         return time.perf_counter() - began
 
     def close(self) -> None:
+        """End the session."""
         self.driver.close()
 
 
@@ -293,7 +295,7 @@ def main() -> int:
     with Server(sim(delays=True), pool(maxTraffic=1024)) as server:
         rows += dirty(server)
     rows.append(plain("processes that wanted a core at the end (load average)", os.getloadavg()[0], ""))
-    what = f"Reclaiming {COUNT} chunks in one decision: {GIBS:g} GiB in chunks of 64 MiB, each standing as {CHUNK >> 10} KiB"
+    what = f"Reclaiming {COUNT} chunks in one decision: {GIBS:g} GiB of 64 MiB chunks, modelled by 64 KiB each"
     return finish(record("reclaim", what, rows))
 
 

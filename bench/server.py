@@ -33,7 +33,7 @@ class Server:
         command += ["--pool", str(self.folder / "pool.yaml"), "--sim", str(self.folder / "sim.yaml")]
         command += ["--folder", str(self.folder), "--metrics", "127.0.0.1:0"]
         self._log = (self.folder / "log").open("wb")
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)  # noqa: S603
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         self.admin = self._wait()
 
     def _wait(self) -> Agent:
