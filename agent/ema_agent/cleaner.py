@@ -34,6 +34,7 @@ class Cleaner:
         """Clean until cancelled."""
         while True:
             self._look()
+            await self._steward.trim()
             work = self._candidates()
             if not work:
                 await asyncio.sleep(LOOK)

@@ -18,7 +18,9 @@ PAUSE: Final = 0.03
 class Growth:
     """One kind of memory, brought up to what is wanted. Thread-safe."""
 
-    def __init__(self, name: str, grow: Callable[[int], None], have: Callable[[], int], changed: threading.Event) -> None:
+    def __init__(
+        self, name: str, grow: Callable[[int], None], have: Callable[[], int], changed: threading.Event
+    ) -> None:
         self._grow, self._have, self._changed = grow, have, changed
         self._condition = threading.Condition()
         self._wanted = 0

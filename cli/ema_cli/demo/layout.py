@@ -137,7 +137,9 @@ def _load(wish: Wish, model: Model, gpu: GpuSpec, pool: MemoryPool, share: int) 
         setup = _excerpt(wish, model, gpu, pool, rate)
         dealt, duration = deal(setup, rate)
         workload = Workload.of(setup.requests, model, gpu)
-        if predict(workload, dealt, duration, wish.patience, alone(share)) <= PREDICTED_FOR_STATIC * len(setup.requests):
+        if predict(workload, dealt, duration, wish.patience, alone(share)) <= PREDICTED_FOR_STATIC * len(
+            setup.requests
+        ):
             break
     assert setup is not None  # noqa: S101 - there are loads
     return rate, setup

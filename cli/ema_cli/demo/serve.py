@@ -203,7 +203,9 @@ class Serving:
         extents = self._borrowed.take(size) if active.borrowed else self._own.arena.take(size)
         if not extents:
             raise ema.EmaError(f"request {active.request.id} was admitted and its {size} bytes are not there")
-        kept = Kept(active.request.id + 1, size, extents, active.borrowed, filled=active.request.prompt * self._per_token)
+        kept = Kept(
+            active.request.id + 1, size, extents, active.borrowed, filled=active.request.prompt * self._per_token
+        )
         self._kept[active.order] = kept
         self._write(kept)
 
@@ -226,7 +228,9 @@ class Serving:
         if not home.extents:
             raise ema.EmaError(f"request {active.request.id} comes home and its {kept.size} bytes are not there")
         home.written = kept.written
-        pieces = [replace(p, parts=tuple(replace(q, kept=home) for q in p.parts)) for p in self._borrowed.pieces([kept])]
+        pieces = [
+            replace(p, parts=tuple(replace(q, kept=home) for q in p.parts)) for p in self._borrowed.pieces([kept])
+        ]
         self._borrowed.fetch(pieces, needed_at=needed_at, home=self._own)
         self._borrowed.receive()
         self._borrowed.give(kept.extents)
