@@ -1,7 +1,8 @@
 """Lanes: how much traffic a lender bears, and whose turn it is when that is reached.
 
 Without a cap a run is launched at once and the copy engines share the link. With one, each capped lender has a bucket
-of bytes that fills at its cap; a run that finds a bucket empty waits its turn, one queue per borrower, round-robin. Runs of one borrower start in the order in which they were asked for, capped or not.
+of bytes that fills at its cap; a run that finds a bucket empty waits its turn, one queue per borrower, round-robin.
+Runs of one borrower start in the order in which they were asked for, capped or not.
 """
 
 from collections import deque
