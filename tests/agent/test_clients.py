@@ -50,6 +50,7 @@ def lender_that_comes_and_goes(node: Node, gpu: int) -> Iterator[None]:
         thread.join(10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reclaiming", [False, True])
 def test_a_client_killed_at_any_step_leaves_nothing_and_disturbs_nobody(node: Node, reclaiming: bool) -> None:
     region = stored(node.connect(2), 3 * MIB)
@@ -68,7 +69,7 @@ def test_a_client_killed_at_any_step_leaves_nothing_and_disturbs_nobody(node: No
 
 def test_memory_that_comes_while_a_dead_client_waits_for_it_goes_to_the_next(make_node: Callable[..., Node]) -> None:
     node = make_node(TINY, pool(reclaim={"minHold": "60s"}))
-    first = stored(node.connect(0), 30 * MIB)
+    first = node.connect(0).region(30 * MIB)
     borrower = node.borrower(0)
     borrower.tell("region", 15 * MIB, False, 30.0)
     node.until(lambda a: a.steward.waiting)
@@ -76,13 +77,14 @@ def test_memory_that_comes_while_a_dead_client_waits_for_it_goes_to_the_next(mak
     first.close()
     node.until(lambda a: len(a.sessions) == 1)
     assert node.on_loop(lambda: dict(node.agent.steward.waiting)) == {}
-    assert right(stored(node.connect(0), 30 * MIB))
+    assert node.connect(0).region(30 * MIB).size == 30 * MIB
 
 
 def test_a_request_that_waits_has_a_place_and_a_deadline(make_node: Callable[..., Node]) -> None:
     node = make_node(TINY, pool(reclaim={"minHold": "60s"}))
     holder, second, third = (node.connect(0, name=name) for name in ("holder", "second", "third"))
-    region = stored(holder, 36 * MIB)
+    region = stored(holder, MIB)
+    rest = holder.region(35 * MIB)
     failures: dict[str, ema.PoolFull] = {}
 
     def ask(client: ema.Pool, name: str) -> None:
@@ -110,6 +112,7 @@ def test_a_request_that_waits_has_a_place_and_a_deadline(make_node: Callable[...
     assert second.queue_deadline is None
     assert node.on_loop(lambda: dict(node.agent.steward.waiting)) == {}
     assert right(region), "and the holder has lost nothing"
+    assert rest.size == 35 * MIB
 
 
 def test_two_borrowers_of_one_owner_do_not_play_ping_pong(make_node: Callable[..., Node]) -> None:
@@ -158,10 +161,11 @@ def test_a_share_takes_back_what_is_lent_and_has_what_a_static_partition_has(mak
     node = make_node(TINY)
     owner = node.connect(1)
     share = owner.share(14 * MIB)
-    region = stored(node.connect(0), 30 * MIB)
+    client = node.connect(0)
+    region, rest = stored(client, 3 * MIB), client.region(27 * MIB)
     assert node.lent(1) > 0
     share.grow(14 * MIB)
-    assert share.local == 14 * MIB
+    assert (share.local, rest.size) == (14 * MIB, 27 * MIB)
     assert right(region)
     share.shrink(0)
     node.until(lambda a: a.ledger.lent[node.gpus[1]] > 0, saying="what the owner gives back is lent again")
