@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,5 +109,3 @@ def as_before(target: Target, before: Mapping[Place, MemoryInfo]) -> bool:
     spare = target.node.on_loop(lambda: target.node.agent.backing.spare_bytes)
     now = target.node.observer.memory()
     return all(now[p].used - (spare if p == HOST else 0) <= m.used for p, m in before.items())
-
-

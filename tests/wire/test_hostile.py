@@ -134,7 +134,9 @@ def test_random_packets(target: Target, body: bytes) -> None:
 
 
 NUMBERS = st.one_of(
-    st.sampled_from([-1, 0, 1, 2, 63, 64, 1023, 1024, 4096, 2**31, 2**32, 2**53, 2**56, 2**63 - 1, 2**63, HUGE, -(2**63)]),
+    st.sampled_from(
+        [-1, 0, 1, 2, 63, 64, 1023, 1024, 4096, 2**31, 2**32, 2**53, 2**56, 2**63 - 1, 2**63, HUGE, -(2**63)]
+    ),
     st.integers(-(2**63), HUGE),
 )
 VALUES = st.one_of(
@@ -161,7 +163,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 
 @LIVE
 @given(packets=st.lists(st.composite(mutated)(), min_size=1, max_size=12), prepared=st.booleans())
-def test_mutated_messages(target: Target, packets: list[bytes], prepared: bool) -> None:  # noqa: FBT001
+def test_mutated_messages(target: Target, packets: list[bytes], prepared: bool) -> None:
     with target.raw() as raw:
         welcome = raw.hello(target.gpu)
         if prepared:
@@ -411,7 +413,9 @@ def test_a_region_is_changed_by_one_request_at_a_time(target: Target) -> None:
         raw.window(welcome)
         raw.region(welcome, chunks=4)
         shared = raw.page(0)
-        raw.send(wire.Run(1, store=True, steps=[wire.CopyStep(0, 3 * welcome.chunk, 4096, 0)]))  # waits: a cut waits too
+        raw.send(
+            wire.Run(1, store=True, steps=[wire.CopyStep(0, 3 * welcome.chunk, 4096, 0)])
+        )  # waits: a cut waits too
         raw.send(wire.ShrinkRegion(11, 0, 0))
         for request in (
             wire.ShrinkRegion(12, 0, 0),
