@@ -234,7 +234,12 @@ class Steward:
             self._bar(source, chunks[0].lease.gpu, error)
         else:
             self._rest(error, source, move.target)
-        self._arrived(chunks, State.HOST if source == HOST else State.DIRTY, source)
+        self._stay(chunks, source)
+
+    def _stay(self, chunks: Iterable[Chunk], place: Place) -> None:
+        """Chunks that were to leave are where they were."""
+        for c in chunks:
+            self.ledger.become(c, State.HOST if place == HOST else State.DIRTY, place=place)
         self.wake()
 
     def _bar(self, source: Place, target: Place, why: DriverError) -> None:
@@ -288,8 +293,7 @@ class Steward:
         except DriverError as error:
             self.backing.gates.open([c.gate for c in chunks])
             self._rest(error, place, place)
-            self._arrived(chunks, State.HOST if place == HOST else State.DIRTY, place)
-            self.wake()
+            self._stay(chunks, place)
             return
         by_region: dict[int, list[int]] = defaultdict(list)
         for c in chunks:

@@ -8,6 +8,7 @@ import pytest
 import ema
 from ema_agent import agent as agent_module
 from ema_agent import backing, health
+from ema_agent.gates import BUSY_FETCH
 from ema_agent.health import Health
 from ema_agent.ledger import State
 from ema_core.ids import GpuId, Place
@@ -343,10 +344,12 @@ def test_a_fetch_that_hangs_on_its_link_keeps_its_chunk_and_nothing_else(
     client, other = node.connect(0), node.connect(2)
     region, safe = stored(client, CHUNK), stored(other, 6 * MIB)
     all_clean(node)
-    lender = next(gpu for gpu in (1, 3) if node.on_loop(lambda gpu=gpu: region_at(node, client, node.gpus[gpu])))  # type: ignore[misc]
+    (chunk,) = node.on_loop(lambda: [c for c in node.agent.ledger.chunks() if c.lease.id == client.lease])
+    lender = node.gpus.index(GpuId(chunk.place))
     node.observer.inject(faults.HungLink(source=lender, target=0))
     window = client.window(1, CHUNK)
     region.fetch(0, window[0])
+    until(lambda: chunk.gate.page.load(chunk.gate.base + BUSY_FETCH) == 1, saying="the copy is under way")
     node.on_loop(lambda: node.agent.drain(node.gpus[lender]))
     node.until(lambda a: (node.gpus[lender], node.gpus[0]) in a.node.barred, saying="the link is barred")
     assert right(safe)
@@ -356,10 +359,6 @@ def test_a_fetch_that_hangs_on_its_link_keeps_its_chunk_and_nothing_else(
     assert bytes(fetched) == pattern(7, CHUNK)
     until(lambda: node.lent(lender) == 0)
     assert right(region)
-
-
-def region_at(node: Node, client: ema.Pool, gpu: GpuId) -> bool:
-    return any(c.place == gpu for e in node.agent.ledger.leases.values() if e.id == client.lease for c in e.chunks())
 
 
 # --- sizes ---

@@ -55,6 +55,7 @@ def test_a_store_under_way_is_never_forgotten(node: Node) -> None:
     gates.close_pages()
 
 
+@pytest.mark.slow
 def test_stores_that_race_the_cleaner_and_the_lender_leave_no_stale_byte(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
