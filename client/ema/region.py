@@ -36,7 +36,7 @@ class Region:
         Raises PoolFull when `timeout` seconds were not enough, LimitReached, AgentLost, BadInput.
         """
         self.check()
-        answer = self._pool.ask(lambda i: wire.GrowRegion(i, self.number, size, self.droppable, timeout))
+        answer = self._pool.ask_for_memory(lambda i: wire.GrowRegion(i, self.number, size, self.droppable, timeout))
         if isinstance(answer, wire.Done):
             self.size = answer.value
 
@@ -105,7 +105,7 @@ class Region:
         """
         chunks = self.gone()
         if chunks:
-            self._pool.ask(lambda i: wire.RenewRegion(i, self.number, timeout))
+            self._pool.ask_for_memory(lambda i: wire.RenewRegion(i, self.number, timeout))
             self._pool.forget_dropped(self)
         return chunks
 
