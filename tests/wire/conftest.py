@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ class Neighbour:
                 program.start()
                 for i, data in enumerate(wanted):
                     slot = window[i % 2]
-                    assert slot.wait(5.0) == data, f"step {self.steps}, piece {i}"
+                    assert bytes(slot.wait(5.0) or b"") == data, f"step {self.steps}, piece {i}"
                     slot.release()
                 self.steps += 1
                 self._stop.wait(0.002)
@@ -110,5 +109,3 @@ def as_before(target: Target, before: Mapping[Place, MemoryInfo]) -> bool:
     spare = target.node.on_loop(lambda: target.node.agent.backing.spare_bytes)
     now = target.node.observer.memory()
     return all(now[p].used - (spare if p == HOST else 0) <= m.used for p, m in before.items())
-
-
