@@ -3,6 +3,7 @@
 import typer
 
 from ema_cli.check import check
+from ema_cli.demo.command import demo
 from ema_cli.node import drain, leases, status
 from ema_cli.replay import replay_command
 from ema_cli.up import up
@@ -20,6 +21,7 @@ app.command("status")(status)
 app.command("leases")(leases)
 app.command("drain")(drain)
 app.command("check")(check)
+app.command("demo")(demo)
 app.command("replay")(replay_command)
 
 

@@ -455,7 +455,7 @@ class Pool:
             else:
                 return
         fd = next(iter(guest), None)
-        self.driver = open_guest(welcome.driver, None if fd is None else os.dup(fd))
+        self.driver = open_guest(welcome.driver, None if fd is None else os.dup(fd), GpuId(Place(welcome.gpu)))
 
     def _hand_over(self, window: Window) -> None:
         fd = self.driver.export(window.handle)

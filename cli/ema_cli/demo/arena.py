@@ -18,6 +18,10 @@ class Extent:
         return self.at + self.size
 
 
+class NoRoom(Exception):
+    """Fewer bytes are free than were promised."""
+
+
 class Arena:
     """Free and taken parts of `size` bytes."""
 
@@ -43,22 +47,18 @@ class Arena:
         self._free, self.size = kept, size
 
     def take(self, size: int, below: int | None = None) -> list[Extent]:
-        """Take `size` bytes (before `below`): the first free part that holds all, else the lowest parts.
-
-        Empty, and nothing is taken, where there are not so many.
-        """
+        """Take `size` bytes, the lowest that are free. Raises NoRoom, with nothing taken, if fewer are free before `below`."""
         limit = self.size if below is None else below
-        open_parts = [Extent(e.at, min(e.end, limit) - e.at) for e in self._free if e.at < limit]
-        whole = next((e for e in open_parts if e.size >= size), None)
         taken: list[Extent] = []
-        for part in [whole] if whole is not None else open_parts:
-            used = min(part.size, size)
-            taken.append(Extent(part.at, used))
-            size -= used
-            if not size:
+        left = size
+        for part in self._free:
+            used = min(left, part.size, limit - part.at)
+            if not left or used <= 0:
                 break
-        if size:
-            return []
+            taken.append(Extent(part.at, used))
+            left -= used
+        if left:
+            raise NoRoom(f"{size} bytes are wanted before {limit}, {left} of them are not free")
         self._remove(taken)
         return taken
 

@@ -20,6 +20,8 @@ AT_ONCE: Final = 512
 """Copies in one message."""
 RUNS: Final = 2
 """Messages under way."""
+GAP: Final = 16 << 10
+"""Bytes between two parts for which no copy of its own is made."""
 PATIENCE: Final = 20.0
 """Real seconds that a copy may take."""
 
@@ -38,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one copy brings: bytes that lie side by side in one chunk."""
+    """What one copy brings: bytes that lie side by side."""
 
     extent: Extent
     parts: tuple[Part, ...]
@@ -57,7 +59,7 @@ class _Coming:
 class Borrowed:
     """A region, the window's slots, and the copies between them."""
 
-    def __init__(self, pool: ema.Pool, pattern: Pattern, window: ema.Window, *, store_slots: int) -> None:
+    def __init__(self, pool: ema.Pool, pattern: Pattern, fetches: ema.Window, stores: ema.Window) -> None:
         self.arena = Arena()
         self.region: ema.Region | None = None
         self.wrong = 0
@@ -65,9 +67,9 @@ class Borrowed:
         self.fetched = self.stored = 0
         """Real bytes."""
         self._pool, self._pattern = pool, pattern
-        self.slot_bytes = window.slot_bytes
-        self._store_slots = window.slots[:store_slots]
-        self._fetch_slots = cycle(window.slots[store_slots:])
+        self._slot_bytes = fetches.slot_bytes
+        self._fetch_slots = cycle(fetches.slots)
+        self._store_slots, self._store_bytes = stores.slots, stores.slot_bytes
         self._coming: deque[_Coming] = deque()
         self._tickets: list[ema.Ticket] = []
         self._sent = self._came = 0
@@ -103,13 +105,10 @@ class Borrowed:
             if not size:
                 self.region = None
 
-    def take(self, size: int) -> list[Extent]:
-        """Room for a request."""
-        extents = self.arena.take(size)
-        if not extents:
-            self.settle()
-            extents = self.arena.take(size)
-        return extents
+    def _take(self, size: int) -> list[Extent]:
+        if self.arena.free < size:
+            self.settle()  # what was given back is not free while pieces from it are on their way
+        return self.arena.take(size)
 
     def give(self, extents: list[Extent]) -> None:
         """A request's room is free as soon as no piece on its way comes from it."""
@@ -123,14 +122,15 @@ class Borrowed:
     # --- copies ------------------------------------------------------------------------------------------------------
 
     def store(self, kept: Kept, last: int) -> None:
-        """Store a request's bytes up to `last`. Returns when they are there."""
+        """Store a request's bytes up to `last`. They may be on their way when this returns."""
+        kept.extents += self._take(last - kept.written)
         for begin, extent in parts(kept.extents, kept.written, last):
             self._store(extent, self._pattern.bytes_of(kept.owner, begin, extent.size))
         kept.written = last
-        self._wait_stores()
 
     def fetch(self, pieces: Sequence[Piece], *, needed_at: float, home: Own | None = None) -> None:
         """Begin to fetch pieces, for a use at the real moment `needed_at`; with `home`, to stay there."""
+        self._wait_stores()
         for first in range(0, len(pieces), AT_ONCE):
             some = pieces[first : first + AT_ONCE]
             slots = [next(self._fetch_slots) for _ in some]
@@ -149,30 +149,31 @@ class Borrowed:
     def settle(self) -> None:
         """Receive all; no copy is under way when this returns."""
         self.receive()
+        self._wait_stores()
         for ticket in self._tickets:
             ticket.wait(PATIENCE)
         self._tickets.clear()
 
     def pieces(self, kept: Iterable[Kept]) -> list[Piece]:
-        """What one decode step reads of these requests, in the fewest copies that bring nothing else."""
-        chunk = self._pool.chunk
+        """What one decode step reads of these requests. Small gaps come along, for fewer copies."""
         laid = sorted(
             ((extent.at, one, begin, extent) for one in kept for begin, extent in parts(one.extents, 0, one.written)),
             key=lambda entry: entry[0],
         )
         made: list[Piece] = []
-        open_parts: list[Part] = []
-        begin = end = -1
+        inside: list[Part] = []
+        begin = end = 0
         for _, one, at, extent in laid:
-            for offset, piece in _cut(extent, chunk, self.slot_bytes):
-                if piece.at != end or piece.at % chunk == 0 or piece.end - begin > self.slot_bytes:
-                    if open_parts:
-                        made.append(Piece(Extent(begin, end - begin), tuple(open_parts)))
-                    open_parts, begin = [], piece.at
-                open_parts.append(Part(piece.at - begin, one, at + offset, piece.size))
-                end = piece.end
-        if open_parts:
-            made.append(Piece(Extent(begin, end - begin), tuple(open_parts)))
+            for offset, part in _cut(extent, self._slot_bytes):
+                if inside and (part.at - end > GAP or part.end - begin > self._slot_bytes):
+                    made.append(Piece(Extent(begin, end - begin), tuple(inside)))
+                    inside = []
+                if not inside:
+                    begin = part.at
+                inside.append(Part(part.at - begin, one, at + offset, part.size))
+                end = part.end
+        if inside:
+            made.append(Piece(Extent(begin, end - begin), tuple(inside)))
         return made
 
     def _receive_one(self) -> None:
@@ -192,7 +193,7 @@ class Borrowed:
 
     def _store(self, extent: Extent, data: bytes) -> None:
         region = self._open_region()
-        cuts = list(_cut(extent, self.slot_bytes, self.slot_bytes))
+        cuts = list(_cut(extent, self._store_bytes))
         slots = [slot for slot, _ in zip(cycle(self._store_slots), cuts, strict=False)]
         self._wait_stores()
         self._make_room()
@@ -222,18 +223,18 @@ class Borrowed:
     def _move(self, kept: Kept, limit: int) -> None:
         """Bring a request's bytes below `limit`, through this process."""
         data = bytearray()
+        self._wait_stores()
         for extent in kept.extents:
-            for _, piece in _cut(extent, self.slot_bytes, self.slot_bytes):
+            for _, piece in _cut(extent, self._slot_bytes):
                 slot = next(self._fetch_slots)
                 self._open_region().fetch(piece.at, slot, piece.size).wait(PATIENCE)
                 data += slot.view[: piece.size]
                 slot.release()
-        self.wrong += self._pattern.wrong(memoryview(data)[: kept.written], kept.owner, 0)
+        self.wrong += self._pattern.wrong(data, kept.owner, 0)
         self.arena.give(kept.extents)
-        kept.extents = self.arena.take(kept.size, below=limit)
-        for begin, extent in parts(kept.extents, 0, kept.written):
+        kept.extents = self.arena.take(len(data), below=limit)
+        for begin, extent in parts(kept.extents, 0, len(data)):
             self._store(extent, bytes(data[begin : begin + extent.size]))
-        self._wait_stores()
 
     def _open_region(self) -> ema.Region:
         if self.region is None:
@@ -241,10 +242,7 @@ class Borrowed:
         return self.region
 
 
-def _cut(extent: Extent, boundary: int, most: int) -> Iterator[tuple[int, Extent]]:
-    """The extent cut at multiples of `boundary` and to at most `most` bytes: where a part begins in it, and the part."""
-    at = extent.at
-    while at < extent.end:
-        size = min(extent.end - at, boundary - at % boundary, most)
-        yield at - extent.at, Extent(at, size)
-        at += size
+def _cut(extent: Extent, most: int) -> Iterator[tuple[int, Extent]]:
+    """The extent in parts of at most `most` bytes: where a part begins in it, and the part."""
+    for at in range(0, extent.size, most):
+        yield at, Extent(extent.at + at, min(most, extent.size - at))

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from ema_cli.demo.messages import Job
 from ema_cli.demo.scale import Scale
-from ema_cli.demo.serve import SLOTS
+from ema_cli.demo.serve import WINDOWS
 from ema_cli.serving.prediction import Workload, alone, predict
 from ema_cli.serving.presets import GpuSpec, Model, kv_share
 from ema_cli.serving.replay import LOADS, PREDICTED_FOR_STATIC, Setup, deal
@@ -16,6 +16,8 @@ from ema_core.errors import InvalidInput
 
 CHUNK: Final = 256 << 10
 """Real bytes of a chunk."""
+LENDABLE: Final = 75
+"""Percent of a GPU that it lends at most."""
 HOLD: Final = 1.0
 """Seconds that a borrower keeps what it got against its equals."""
 SHORTEST: Final = 0.9
@@ -65,12 +67,16 @@ class Layout:
         """Bytes of host memory for what is reclaimed."""
         return self.setup.gpus * self.setup.gpu.memory
 
+    @property
+    def limit(self) -> int:
+        """Most that one worker may borrow: all that the GPUs may lend together."""
+        return self.setup.gpus * (self.setup.gpu.memory * LENDABLE // 100)
+
     def sim(self, extra: int = 0) -> dict[str, Any]:
         """The server, in real bytes and rates, each GPU with `extra` bytes more."""
         scale, gpu = self.scale, self.setup.gpu
-        # The workspace is taken by the worker's window; the driver keeps what is left of it.
-        reserved = scale.real(gpu.reserved) - SLOTS * scale.real(self.chunk)
-        memory = scale.real(gpu.memory + extra)
+        reserved = scale.real(gpu.reserved)
+        memory = scale.real(gpu.memory + extra) + WINDOWS
         return {
             "gpus": [{"count": self.setup.gpus, "product": gpu.name, "memory": memory, "reserved": reserved}],
             "hostMemory": 2 * scale.real(self.host),
@@ -82,7 +88,7 @@ class Layout:
             "linger": "1s",
         }
 
-    def jobs(self, socket: str, *, share: int, borrows: bool, limit: int) -> list[Job]:
+    def jobs(self, socket: str, *, share: int, borrows: bool) -> list[Job]:
         """One for each GPU."""
         setup = self.setup
         return [
@@ -93,7 +99,7 @@ class Layout:
                 gpu=setup.gpu,
                 share=share,
                 link=setup.gpu.link(setup.link) if borrows else 0,
-                limit=limit if borrows else 0,
+                limit=self.limit if borrows else 0,
                 patience=setup.patience,
                 requests=list(requests),
                 duration=self.duration,
@@ -109,9 +115,9 @@ def lay_out(wish: Wish) -> Layout:
     """Sizes, load and excerpt. Raises InvalidInput for what cannot be run."""
     chunk = wish.scale.shown(CHUNK)
     model = replace(wish.model, weights=-(-wish.model.weights // chunk) * chunk)
-    share = kv_share(model, replace(wish.gpu, reserved=max(wish.gpu.reserved, SLOTS * chunk))) // chunk * chunk
+    share = kv_share(model, wish.gpu) // chunk * chunk
     if not share:
-        least = model.weights + max(wish.gpu.reserved, SLOTS * chunk) + chunk
+        least = model.weights + wish.gpu.reserved + chunk
         raise InvalidInput.of("--memory", wish.gpu.memory, f"at least {least} bytes for {model.name}")
     if model.kv_per_token % wish.scale.size:
         raise InvalidInput.of("--scale", wish.scale.size, f"a divisor of the {model.kv_per_token} bytes of a token")
@@ -137,7 +143,9 @@ def _load(wish: Wish, model: Model, gpu: GpuSpec, pool: MemoryPool, share: int) 
         setup = _excerpt(wish, model, gpu, pool, rate)
         dealt, duration = deal(setup, rate)
         workload = Workload.of(setup.requests, model, gpu)
-        if predict(workload, dealt, duration, wish.patience, alone(share)) <= PREDICTED_FOR_STATIC * len(setup.requests):
+        if predict(workload, dealt, duration, wish.patience, alone(share)) <= PREDICTED_FOR_STATIC * len(
+            setup.requests
+        ):
             break
     assert setup is not None  # noqa: S101 - there are loads
     return rate, setup
@@ -163,7 +171,7 @@ def _excerpt(wish: Wish, model: Model, gpu: GpuSpec, pool: MemoryPool, rate: flo
 def _pool(chunk: int, host: int, hold: float, *, lends: bool) -> dict[str, Any]:
     spec: Mapping[str, Any] = {
         "chunkSize": chunk,
-        "lending": {"maxPerGPU": "75%" if lends else "0%", "headroom": chunk, "hysteresis": chunk},
+        "lending": {"maxPerGPU": f"{LENDABLE}%" if lends else "0%", "headroom": chunk, "hysteresis": chunk},
         "reclaim": {"hostMemory": host, "minHold": f"{hold:.3f}s"},
     }
     return {"apiVersion": "ema.dev/v1alpha1", "kind": "MemoryPool", "metadata": {"name": "demo"}, "spec": spec}

@@ -1,7 +1,7 @@
 """Keys and values in the GPU's own share: pages that are there while they are used, and lent while they are not."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import ema
 from ema_cli.demo.arena import Arena, Extent, parts
@@ -17,13 +17,13 @@ class Kept:
 
     owner: int
     size: int
-    """Reserved: all its tokens."""
-    extents: list[Extent]
+    """Of all tokens that it will have; there is room for them, and extents are taken as tokens come."""
     borrowed: bool
     filled: int = 0
     """Of the tokens that it has by now."""
     written: int = 0
-    """Of them in memory. The newest of a borrowed request are still in the model's workspace."""
+    """Of them in memory: in `extents`. The newest of a borrowed request are still in the model's workspace."""
+    extents: list[Extent] = field(default_factory=list)
 
 
 class Own:
@@ -70,9 +70,15 @@ class Own:
 
     def write(self, kept: Kept, last: int) -> None:
         """Write the bytes up to `last`, as the model does when it computes them."""
+        kept.extents += self.arena.take(last - kept.written)
         for begin, extent in parts(kept.extents, kept.written, last):
             self._put(extent, self._pattern.bytes_of(kept.owner, begin, extent.size))
         kept.written = last
+
+    def room(self, kept: Kept, size: int) -> None:
+        """Take room for bytes that come from elsewhere."""
+        kept.extents += self.arena.take(size)
+        kept.written += size
 
     def put(self, kept: Kept, at: int, data: bytes) -> None:
         """Write bytes that came from elsewhere."""
@@ -92,8 +98,8 @@ class Own:
     def _move(self, kept: Kept, limit: int) -> None:
         data = b"".join(bytes(view) for extent in kept.extents for _, view in self._views(extent))
         self.arena.give(kept.extents)
-        kept.extents = self.arena.take(kept.size, below=limit)
-        self.put(kept, 0, data[: kept.written])
+        kept.extents = self.arena.take(len(data), below=limit)
+        self.put(kept, 0, data)
 
     def _put(self, extent: Extent, data: bytes) -> None:
         for at, view in self._views(extent):

@@ -23,8 +23,10 @@ from ema_cli.serving.instance import Instance
 from ema_cli.serving.outcome import Outcome
 from ema_cli.serving.step import Active, Demand, MacroStep, Memory, Path
 
-LEAD: Final = 0.004
+LEAD: Final = 0.012
 """Real seconds before a macro-step ends at which the next one is prepared."""
+SOON: Final = 0.008
+"""Real seconds that are waited for memory, before what is there must do."""
 AHEAD: Final = 12
 """Pieces of a macro-step that may still be on their way when the next one is prepared."""
 TOO_LATE: Final = 0.25
@@ -35,8 +37,14 @@ GROW_AT_ONCE: Final = 4
 """Chunks of borrowed memory in one request."""
 QUEUE: Final = 0.5
 """Real seconds that such a request waits in the agent's queue."""
-SLOTS: Final = 4
-"""Of the window, one of them for stores. The window takes the place of the GPU's workspace."""
+FETCH_SLOTS: Final = (8, 1 << 20)
+"""How many, and real bytes of each."""
+STORE_SLOTS: Final = (2, 128 << 10)
+WINDOWS: Final = FETCH_SLOTS[0] * FETCH_SLOTS[1] + STORE_SLOTS[0] * STORE_SLOTS[1]
+"""Real bytes of both windows. They are not scaled: a process that wakes another one takes the place of a flag that a GPU
+sees, and takes a thousand times as long, so that more must be on its way meanwhile."""
+TAIL: Final = 16 << 10
+"""Real bytes of a borrowed request's newest tokens that stay in the workspace until there are more."""
 
 
 class Serving:
@@ -53,8 +61,7 @@ class Serving:
         self._instance = Instance(
             model=job.model, gpu=job.gpu, share=job.share, link=job.link, limit=job.limit, patience=job.patience
         )
-        window = pool.window(SLOTS, pool.chunk)
-        self._borrowed = Borrowed(pool, pattern, window, store_slots=1)
+        self._borrowed = Borrowed(pool, pattern, pool.window(*FETCH_SLOTS), pool.window(*STORE_SLOTS))
         self._own = Own(pool.share(weights + self._scale.real(job.share)), pattern, weights)
         self._own.load_weights()
         self._kept: dict[int, Kept] = {}
@@ -133,6 +140,11 @@ class Serving:
         self._own.look()
         self._borrowed.look()
         self._steer(self._instance.demand())
+        until = time.monotonic() + SOON
+        for growth in self._growths:
+            growth.wait(until)
+        self._own.look()
+        self._borrowed.look()
         borrowed = self._scale.shown(self._borrowed.arena.size)
         region = self._borrowed.region
         paths = (Path(borrowed, self._scale.shown_rate(region.rate)),) if region is not None and borrowed else ()
@@ -200,17 +212,14 @@ class Serving:
 
     def _admit(self, active: Active) -> None:
         size = (active.request.prompt + active.request.generated) * self._per_token
-        extents = self._borrowed.take(size) if active.borrowed else self._own.arena.take(size)
-        if not extents:
-            raise ema.EmaError(f"request {active.request.id} was admitted and its {size} bytes are not there")
-        kept = Kept(active.request.id + 1, size, extents, active.borrowed, filled=active.request.prompt * self._per_token)
+        kept = Kept(active.request.id + 1, size, active.borrowed, filled=active.request.prompt * self._per_token)
         self._kept[active.order] = kept
         self._write(kept)
 
     def _write(self, kept: Kept) -> None:
         if not kept.borrowed:
             self._own.write(kept, kept.filled)
-        elif kept.filled - kept.written >= self._borrowed.slot_bytes // 8 or not kept.written:
+        elif not kept.written or kept.filled - kept.written >= TAIL:
             self._borrowed.store(kept, kept.filled)
 
     def _generate(self, steps: int) -> None:
@@ -222,11 +231,11 @@ class Serving:
 
     def _move_home(self, active: Active, needed_at: float) -> None:
         kept = self._kept[active.order]
-        home = Kept(kept.owner, kept.size, self._own.arena.take(kept.size), borrowed=False, filled=kept.filled)
-        if not home.extents:
-            raise ema.EmaError(f"request {active.request.id} comes home and its {kept.size} bytes are not there")
-        home.written = kept.written
-        pieces = [replace(p, parts=tuple(replace(q, kept=home) for q in p.parts)) for p in self._borrowed.pieces([kept])]
+        home = Kept(kept.owner, kept.size, borrowed=False, filled=kept.filled)
+        self._own.room(home, kept.written)
+        pieces = [
+            replace(p, parts=tuple(replace(q, kept=home) for q in p.parts)) for p in self._borrowed.pieces([kept])
+        ]
         self._borrowed.fetch(pieces, needed_at=needed_at, home=self._own)
         self._borrowed.receive()
         self._borrowed.give(kept.extents)

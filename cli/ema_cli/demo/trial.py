@@ -60,11 +60,11 @@ class Trial:
     glances: list[Glance] = field(default_factory=list)
 
 
-def run(layout: Layout, kind: Kind, limit: int, look: Callable[[Glance], None]) -> Trial:
+def run(layout: Layout, kind: Kind, look: Callable[[Glance], None]) -> Trial:
     """Run the trace; `look` is shown everything several times a second. Raises DemoFailed."""
     with Server(layout.pool(lends=kind.borrows), layout.sim(kind.extra)) as server:
         before = server.free()
-        jobs = layout.jobs(server.socket, share=layout.share + kind.extra, borrows=kind.borrows, limit=limit)
+        jobs = layout.jobs(server.socket, share=layout.share + kind.extra, borrows=kind.borrows)
         glances: list[Glance] = []
         with Crew(jobs, server.folder) as crew:
             crew.until_ready(READY)
