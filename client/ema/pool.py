@@ -431,7 +431,7 @@ class Pool:
                 for page in retired:
                     page.close()
             self.shared, self._notice = new_shared, new_notice
-            self.runs = Runs(self, channel, new_notice)
+            self.runs = Runs(self, channel, new_shared, new_notice)
             self._regions.clear()
             self._programs.clear()
             for kept in (self._lost, self._pages, self._fetched):

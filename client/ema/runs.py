@@ -28,8 +28,10 @@ _MASK: Final = 0xFFFFFFFF
 class Runs:
     """Starts runs and waits for them. Thread-safe."""
 
-    def __init__(self, pool: "Pool", channel: Channel, notice: Words) -> None:
+    def __init__(self, pool: "Pool", channel: Channel, shared: Words, notice: Words) -> None:
         self._pool, self._channel, self._notice = pool, channel, notice
+        self.shared = shared
+        """The page of slot flags."""
         self._lock = threading.Lock()
         self._outstanding: list[Ticket] = []
         self._seq = 0
@@ -75,8 +77,19 @@ class Runs:
         load = self._notice.load
         started, number = load(wire.NOTICE_STARTED + word), seq & _MASK
         if started == number:
-            return load(wire.NOTICE_RUNS + word) == 0
-        return 0 < (started - number) & _MASK < 1 << 31
+            ended = load(wire.NOTICE_RUNS + word) == 0
+        else:
+            ended = 0 < (started - number) & _MASK < 1 << 31
+        if ended:
+            self.believe()
+        return ended
+
+    def believe(self) -> None:
+        """Raise AgentLost if the session was over when a word was read: then it says nothing about bytes."""
+        if self.finished is not None:
+            raise self.finished
+        if self._notice.load(wire.NOTICE_OVER):
+            raise errors.AgentLost("the agent ended this session: what it was copying did not arrive")
 
     def wait(self, ticket: Ticket, timeout: float | None = None) -> None:
         """Wait until a run has ended. Raises TimedOut, AgentLost, DataLost, and what the agent refused it for."""

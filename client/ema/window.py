@@ -99,19 +99,21 @@ class Slot:
         timeout = arguments.patience("timeout", timeout)
         self._check_open()
         pool, word = self._pool, self._word + wire.SLOT_FLAG
-        if pool.shared.load(word) == value:
+        runs = pool.runs
+        if runs.shared.load(word) == value:
+            runs.believe()
             return
         began = time.monotonic()
         end = None if timeout is None else began + timeout
         pool.begin_wait()
-        runs = pool.runs
         try:
             while True:
                 if pool.runs is not runs:
                     raise errors.AgentLost(f"the agent that was to hand slot {self.number} over is gone; fetch again")
                 pool.check_slot(self.number)
                 left = SLICE if end is None else min(SLICE, end - time.monotonic())
-                if pool.shared.wait(word, value, max(0.0, left)):
+                if runs.shared.wait(word, value, max(0.0, left)):
+                    runs.believe()
                     return
                 if end is not None and time.monotonic() >= end:
                     raise errors.TimedOut(f"slot {self.number} was not handed over in {timeout} s")
