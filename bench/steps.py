@@ -103,17 +103,17 @@ def client(socket: str, gpu: str, seconds: float) -> int:
 
 def one(seconds: float) -> dict[str, float]:
     """One client, 32 pieces a step."""
-    with up("64Ki", "gpus: [{count: 4, memory: 64Mi}]\ngranularity: 4Ki\nlinkDelays: false\n") as it:
-        with ema.connect(it.socket, gpu=0) as pool:
-            steps = Steps(pool, 32)
-            for _ in range(50):
-                steps.start()
-                steps.use()
-            took, before, end = [], it.cpu(), time.monotonic() + seconds
-            while time.monotonic() < end:
-                took.append(steps.start())  # none is under way: nothing to wait for
-                steps.use()
-            agent = (it.cpu() - before) / len(took)
+    sim = "gpus: [{count: 4, memory: 64Mi}]\ngranularity: 4Ki\nlinkDelays: false\n"
+    with up("64Ki", sim) as it, ema.connect(it.socket, gpu=0) as pool:
+        steps = Steps(pool, 32)
+        for _ in range(50):
+            steps.start()
+            steps.use()
+        took, before, end = [], it.cpu(), time.monotonic() + seconds
+        while time.monotonic() < end:
+            took.append(steps.start())  # none is under way: nothing to wait for
+            steps.use()
+        agent = (it.cpu() - before) / len(took)
     cuts = quantiles(took, n=100)
     return {"client_start_us_p50": cuts[49], "client_start_us_p99": cuts[98], "agent_cpu_ms": agent * 1e3}
 
@@ -143,7 +143,7 @@ def eight(seconds: float) -> dict[str, float]:
 
 def link(seconds: float) -> dict[str, float]:
     """Fetches of 4 MiB pieces at a modelled 1 GB/s, and the same without delays beside this machine's memcpy."""
-    found = {}
+    found: dict[str, float] = {}
     for name, delays in (("link", "true"), ("memcpy", "false")):
         sim = f"gpus: [{{count: 2, memory: 256Mi}}]\nnvlinkRate: 1G\nlinkDelays: {delays}\n"
         with up("4Mi", sim) as it, ema.connect(it.socket, gpu=0) as pool:

@@ -36,7 +36,7 @@ def failure(refused: wire.Refused) -> errors.EmaError:
 
 
 class Answer:
-    """What the agent will answer. (A future of the standard library would cost a tenth of the import time.)"""
+    """What the agent will answer. A future of the standard library would cost a tenth of the import time."""
 
     __slots__ = ("_came", "_error", "_message")
 

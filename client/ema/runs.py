@@ -76,10 +76,8 @@ class Runs:
             raise self.finished
         load = self._notice.load
         started, number = load(wire.NOTICE_STARTED + word), seq & _MASK
-        if started == number:
-            ended = load(wire.NOTICE_RUNS + word) == 0
-        else:
-            ended = 0 < (started - number) & _MASK < 1 << 31
+        later = 0 < (started - number) & _MASK < 1 << 31
+        ended = later or (started == number and load(wire.NOTICE_RUNS + word) == 0)
         if ended:
             self.believe()
         return ended

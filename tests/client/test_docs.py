@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "client.md").read_text()
 def test_every_snippet_runs(shared_node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMA_SOCKET", shared_node.socket)
     monkeypatch.setenv("EMA_GPU", shared_node.gpus[0])
-    snippets = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+    snippets = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert len(snippets) >= 8
     names: dict[str, object] = {}
     for number, snippet in enumerate(snippets):
@@ -23,6 +23,6 @@ def test_every_snippet_runs(shared_node: Node, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_every_error_is_in_the_table() -> None:
-    rows = set(re.findall(r"^\| `(\w+)`", PAGE, re.M))
+    rows = set(re.findall(r"^\| `(\w+)`", PAGE, re.MULTILINE))
     known = {n for n in ema.__all__ if isinstance(getattr(ema, n), type) and issubclass(getattr(ema, n), ema.EmaError)}
     assert rows == known - {"EmaError"}

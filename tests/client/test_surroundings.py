@@ -86,7 +86,7 @@ def test_uid_1001_without_a_home_in_a_read_only_root(shared_node: Node) -> None:
         mount -o remount,bind,ro /tmp 2>/dev/null || mount --bind /tmp /tmp && mount -o remount,bind,ro /tmp
         exec "$@"
     """
-    if subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
+    if subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:  # noqa: S607
         pytest.skip("this root may not make mount namespaces")
     wrap = ("unshare", "-m", "sh", "-c", textwrap.dedent(script), "sh")
     done = python(code + STORE_AND_FETCH, environ(shared_node, HOME="/nonexistent"), wrap)
