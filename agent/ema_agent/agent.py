@@ -77,11 +77,9 @@ class Agent:
         self._numbers = itertools.count(1)
         self._end = asyncio.Event()
         self._refresh = asyncio.Event()
+        self.lanes = Lanes(time.monotonic, asyncio.get_running_loop().call_later)
+        self.cleaner = Cleaner(self.steward, self.lanes)
         self.set_pools(pools)
-        loop = asyncio.get_running_loop()
-        cap = max((p.spec.lending.max_traffic or 0 for p in pools), default=0)
-        self.lanes = Lanes(cap, time.monotonic, loop.call_later)
-        self.cleaner = Cleaner(self.steward, cap)
         self.watch = Watch(driver, self.node, self._fresh, self.fail)
         self.steward.freed = self.watch.look_now
         self.steward.may_grant = lambda: self.watch.age <= OLD
@@ -158,9 +156,18 @@ class Agent:
         facts = {gpu: GpuFacts(d.product, d.total) for gpu, d in self.node.devices.items()}
         self.pools = {PoolName(p.metadata.name): p for p in pools}
         self.steward.pools = {name: resolve(p, facts) for name, p in self.pools.items()}
+        self.lanes.caps = self._caps()
         for lease in self.ledger.leases.values():
             self._set_terms(lease)
         self.steward.wake()
+
+    def _caps(self) -> dict[Place, int]:
+        """The least traffic that any pool allows, by GPU."""
+        caps: dict[Place, int] = {}
+        for name, policy in self.steward.pools.items():
+            if cap := self.pools[name].spec.lending.max_traffic:
+                caps.update({gpu: min(cap, caps.get(gpu, cap)) for gpu in policy.gpus})
+        return caps
 
     # --- loops ---
 

@@ -9,6 +9,7 @@ import asyncio
 import time
 from typing import Final
 
+from ema_agent.lanes import Lanes
 from ema_agent.ledger import Chunk, State
 from ema_agent.steward import Steward
 from ema_core.ids import HOST
@@ -23,10 +24,9 @@ LAST_RETRY: Final = 5.0
 class Cleaner:
     """Makes twins while nobody waits for them."""
 
-    def __init__(self, steward: Steward, cap: int) -> None:
+    def __init__(self, steward: Steward, lanes: Lanes) -> None:
         self._steward = steward
-        self._cap = cap
-        """Bytes per second that cleaning may take from a lender; 0 for no cap."""
+        self._lanes = lanes
         self._retry: dict[int, tuple[float, float]] = {}
         """Chunk → when to try again, and the pause after that."""
 
@@ -34,6 +34,7 @@ class Cleaner:
         """Clean until cancelled."""
         while True:
             self._look()
+            await self._steward.trim()
             work = self._candidates()
             if not work:
                 await asyncio.sleep(LOOK)
@@ -85,5 +86,5 @@ class Cleaner:
             self._retry[chunk.id] = (time.monotonic() + pause, pause)
         if steward.passed_over:
             steward.wake()
-        if self._cap:
-            await asyncio.sleep(max(0.0, chunk.size / self._cap - (time.monotonic() - began)))
+        if cap := self._lanes.caps.get(chunk.place):
+            await asyncio.sleep(max(0.0, chunk.size / cap - (time.monotonic() - began)))

@@ -5,7 +5,7 @@ copies are issued during the current step. Starting one is a look-up, two word a
 allocated, nothing is mapped and nothing is done per chunk.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ema_agent.ledger import Chunk, Lease, State
@@ -182,19 +182,24 @@ class Copies:
         self.lease.recent[program.number] = (now, program.chunks)
         self.lease.last_used = now
 
-    def run(self, message: wire.Run, now: float) -> None:
-        """Check and queue copies without a program. Raises Refusal."""
+    def run(self, message: wire.Run) -> tuple[Load, Callable[[float], None]] | None:
+        """Check copies without a program: what they are, and what queues them; None if seen before. Raises Refusal."""
         if message.seq <= self.run_seq:
-            return
+            return None
         chunks: list[Chunk] = []
         ops = self._ops(message.steps, message.store, chunks)
         word = wire.run_word(-1, message.seq)
-        self._room(word, message.seq, Load(message.steps, chunks))
+        load = Load(message.steps, chunks)
+        self._room(word, message.seq, load)
         self.run_seq = message.seq
-        self.streams[message.store].enqueue([*ops, *self._end(word)])
-        for c in chunks:
-            c.last_used = now
-        self.lease.last_used = now
+
+        def queue(now: float) -> None:
+            self.streams[message.store].enqueue([*ops, *self._end(word)])
+            for c in chunks:
+                c.last_used = now
+            self.lease.last_used = now
+
+        return load, queue
 
     def busy(self, chunks: Iterable[Chunk]) -> bool:
         """Whether a run under way copies any of these chunks."""

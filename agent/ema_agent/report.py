@@ -34,6 +34,7 @@ def status(agent: "Agent", now: float) -> dict[str, Any]:
                 "used": node.used(gpu),
                 "lent": ledger.lent[gpu],
                 "states": states.get(gpu, {}),
+                "leaked": node.leaked.get(gpu, 0),
                 "draining": gpu in node.draining,
                 "sick": node.unhealthy.get(gpu, ""),
                 "skipped": node.skipped.get(gpu, ""),
@@ -83,6 +84,7 @@ def _counted(agent: "Agent") -> dict[str, Any]:
         ],
         "plans": sum(figures.plans.counts),
         "plan_seconds": figures.plans.total,
+        "moved_bytes": dict(figures.moved_bytes),
         "lost_bytes": sum(figures.lost_bytes.values()),
         "overdue_bytes": figures.overdue_bytes,
         "reopened_gates": agent.gates.reopened,
@@ -90,12 +92,12 @@ def _counted(agent: "Agent") -> dict[str, Any]:
     }
 
 
-def leases(agent: "Agent") -> list[dict[str, Any]]:
-    """Every lease: what it may have, wants and has. Amounts in bytes."""
-    return [_lease(agent, entry) for entry in agent.ledger.leases.values()]
+def leases(agent: "Agent", now: float) -> list[dict[str, Any]]:
+    """Every lease: what it may have, wants and has. Amounts in bytes, times in seconds."""
+    return [_lease(agent, entry, now) for entry in agent.ledger.leases.values()]
 
 
-def _lease(agent: "Agent", entry: Lease) -> dict[str, Any]:
+def _lease(agent: "Agent", entry: Lease, now: float) -> dict[str, Any]:
     session = agent.sessions.get(entry.id)
     waiting = agent.steward.waiting.get(entry.id)
     return {
@@ -112,6 +114,7 @@ def _lease(agent: "Agent", entry: Lease) -> dict[str, Any]:
         "dropped": sum(c.size for c in entry.chunks() if c.state is State.DROPPED),
         "lost": sum(c.size for c in entry.chunks() if c.state is State.LOST),
         "position": waiting.position if waiting else None,
+        "deadline": session.regions.deadline(now) if session else None,
         "share": session.share.mapped if session else 0,
         "waited_seconds": session.waited if session else 0.0,
         "step_seconds": session.stepped if session else 0.0,

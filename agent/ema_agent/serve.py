@@ -80,7 +80,8 @@ async def serve(
         await admin.open()
         announced = False
         while not work.done():
-            snapshot.status, snapshot.leases = status(agent, time.monotonic()), leases(agent)
+            now = time.monotonic()
+            snapshot.status, snapshot.leases = status(agent, now), leases(agent, now)
             if agent.ready and not announced:
                 announced = True
                 started(agent, pages)

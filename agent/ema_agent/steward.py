@@ -174,7 +174,7 @@ class Steward:
             self._start(move.source, self._relocate(clean, dirty, move, now))
 
     async def _relocate(self, clean: list[Chunk], dirty: list[Chunk], move: Move, decided: float) -> None:
-        backing, node = self.backing, self.node
+        node = self.node
         if clean:
             # The twin is there already: the lender has its bytes back before anything is copied.
             try:
@@ -194,7 +194,7 @@ class Steward:
             batch = dirty[first : first + BATCH]
             if await self._carry(batch, move, move.source):
                 self._record(move, batch, decided, clean=False)
-        await self.in_thread(backing.trim, self._spare_limit())
+        await self.trim()
 
     def _to_twin(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
         """On a worker: chunks that went to their twin, and those that a store had made dirty again (gates open)."""
@@ -213,14 +213,17 @@ class Steward:
             return False
         try:
             with self.node.changing({source, move.target}):
-                await self.in_thread(self._copy, batch, move.target)
+                await self.in_thread(self._copy, batch, self._way(source, move.target))
                 self._held(source, -sum(c.size for c in batch))
                 self._held(move.target, sum(c.size for c in batch))
         except DriverError as error:
+            if source != HOST and batch[0].handle.place == HOST:  # it got as far as there
+                self._held(source, -sum(c.size for c in batch))
+                source = HOST
             self._failed_move(batch, move, source, error)
             return False
-        twins = State.CLEAN if source == HOST and not batch[0].droppable else State.DIRTY
-        self._arrived(batch, State.HOST if move.target == HOST else twins, move.target)
+        there = State.CLEAN if batch[0].has_true_twin else State.DIRTY
+        self._arrived(batch, State.HOST if move.target == HOST else there, move.target)
         return True
 
     def _failed_move(self, chunks: list[Chunk], move: Move, source: Place, error: DriverError) -> None:
@@ -231,18 +234,28 @@ class Steward:
             self._bar(source, chunks[0].lease.gpu, error)
         else:
             self._rest(error, source, move.target)
-        self._arrived(chunks, State.HOST if source == HOST else State.DIRTY, source)
+        self._stay(chunks, source)
+
+    def _stay(self, chunks: Iterable[Chunk], place: Place) -> None:
+        """Chunks that were to leave are where they were."""
+        for c in chunks:
+            self.ledger.become(c, State.HOST if place == HOST else State.DIRTY, place=place)
         self.wake()
 
     def _bar(self, source: Place, target: Place, why: DriverError) -> None:
         self.node.barred[source, target] = str(why)
         self.node.paths.pop((source, target), None)
 
-    def _copy(self, batch: list[Chunk], target: Place) -> None:
+    def _way(self, source: Place, target: Place) -> tuple[Place, ...]:
+        """Straight, or by host memory where that pair is barred: every lender has a true way to and from there."""
+        return (target,) if HOST in (source, target) or (source, target) in self.node.paths else (HOST, target)
+
+    def _copy(self, batch: list[Chunk], way: Sequence[Place]) -> None:
         backing = self.backing
         backing.take(batch)
         try:
-            backing.copy_to(batch, target)
+            for target in way:
+                backing.copy_to(batch, target)
         finally:
             backing.gates.open([c.gate for c in batch])
 
@@ -280,8 +293,7 @@ class Steward:
         except DriverError as error:
             self.backing.gates.open([c.gate for c in chunks])
             self._rest(error, place, place)
-            self._arrived(chunks, State.HOST if place == HOST else State.DIRTY, place)
-            self.wake()
+            self._stay(chunks, place)
             return
         by_region: dict[int, list[int]] = defaultdict(list)
         for c in chunks:
@@ -372,8 +384,11 @@ class Steward:
             record = Reclaim(move.lease, move.source, move.target, size, move.cause, clean=clean, seconds=seconds)
             self.listener.reclaimed(record)
 
-    def _spare_limit(self) -> int:
-        return sum(p.host_spill for p in self.pools.values()) // 8
+    async def trim(self) -> None:
+        """Give host memory back that is kept for the next chunk, beyond an eighth of what reclaims may use."""
+        most = sum(p.host_spill for p in self.pools.values()) // 8
+        if self.backing.spare_bytes > most:
+            await self.in_thread(self.backing.trim, most)
 
 
 def _raise(error: BaseException) -> None:

@@ -115,7 +115,9 @@ class Pool:
         self.exposed_wait = 0.0
         """Seconds that this process has waited for slots, in all."""
         self.queue_position: int | None = None
-        """Place in the queue of a request that waits for memory; None when nothing waits."""
+        """Place in the queue of a request that waits for memory (0 is next); None when nothing waits."""
+        self.queue_deadline: float | None = None
+        """When that request is answered in any case, on the clock of `time.monotonic`; None when nothing waits."""
         self._adopt(Channel(path, hello, self._event, self._lost_agent))
 
     # --- what it is ---
@@ -336,6 +338,13 @@ class Pool:
         self.check_alive()
         return self._channel.ask(make, fds)
 
+    def ask_for_memory(self, make: Callable[[int], wire.ClientMessage]) -> wire.AgentMessage:
+        """Send a request that may have to wait in the queue, and wait for its answer."""
+        try:
+            return self.ask(make)
+        finally:
+            self.queue_position = self.queue_deadline = None
+
     def ask_share(self, _share: Share, size: int, timeout: float) -> None:
         """Ask that `size` bytes of the own GPU be free for the share."""
         self.ask(lambda i: wire.GrowShare(i, size, timeout))
@@ -506,6 +515,7 @@ class Pool:
                 self._pages.setdefault(message.region, []).extend(message.chunks)
         elif isinstance(message, wire.Queued):
             self.queue_position = message.position
+            self.queue_deadline = time.monotonic() + message.deadline
         elif isinstance(message, wire.Refused):
             if message.word >= 0:
                 self.runs.refuse(message.word, message.seq, failure(message))

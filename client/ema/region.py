@@ -45,10 +45,7 @@ class Region:
         self.check()
         if size <= self.size:
             return
-        try:
-            answer = self._pool.ask(lambda i: wire.GrowRegion(i, self.number, size, self.droppable, timeout))
-        finally:
-            self._pool.queue_position = None
+        answer = self._pool.ask_for_memory(lambda i: wire.GrowRegion(i, self.number, size, self.droppable, timeout))
         if isinstance(answer, wire.Done):
             self.size = answer.value
 
@@ -123,10 +120,7 @@ class Region:
         timeout = arguments.seconds("timeout", timeout)
         chunks = self.gone()
         if chunks:
-            try:
-                self._pool.ask(lambda i: wire.RenewRegion(i, self.number, timeout))
-            finally:
-                self._pool.queue_position = None
+            self._pool.ask_for_memory(lambda i: wire.RenewRegion(i, self.number, timeout))
             # A fetch that began before this may have read what was dropped, or zeros.
             self.renewals += 1
             self._renewed.update(dict.fromkeys(chunks, self.renewals))
