@@ -230,6 +230,7 @@ class Session:
         """The connection is gone: give everything back, whatever was queued."""
         if not self.closing:
             self.closing = self.lease.closing = True
+            self.notice.store(wire.NOTICE_OVER, 1)
             self._lanes.forget(self.lease.id)
             self._ending = asyncio.get_running_loop().create_task(self._end())
             self._ending.add_done_callback(self._steward.done)
