@@ -1,10 +1,11 @@
 """The hardware's queues: every CUDA stream that this process uses, made at once and used again and again.
 
 Streams share the hardware queues of their process, so the sessions of one process share them too. All are made when the
-GPU is first used, because making one while another is blocked in a wait can block until that wait ends (seen on an
-H200 when a graph was blocked, or with more streams than hardware queues).
+GPU is first used, and each runs a small graph at once: what CUDA does the first time, it cannot do while some graph is
+blocked in a wait. Seen on an H200: then making a stream, making a graph, or copying from ordinary memory blocks too.
 """
 
+import ctypes
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ GUEST: Final = 8
 """Streams of a borrower's session: as many as there are hardware queues by default."""
 _NON_BLOCKING: Final = 1
 _UNTIMED: Final = 2
+_EQUAL: Final = 1
+_PORTABLE_AND_MAPPED: Final = 3
+_PIECE: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +48,32 @@ class Queues:
             stream = api.call("cuStreamCreate", _NON_BLOCKING)
             self._idle.append(Queue(stream, api.call("cuEventCreate", _UNTIMED)))
         self._count = count
+        self._warm_up(api)
+
+    def _warm_up(self, api: Api) -> None:
+        """Run every kind of operation as a graph, once on every stream."""
+        host = int(api.call("cuMemHostAlloc", _PIECE, _PORTABLE_AND_MAPPED))
+        word = int(api.call("cuMemHostGetDevicePointer", host, 0))
+        memory = int(api.call("cuMemAlloc", 2 * _PIECE))
+        ctypes.memset(host, 0, _PIECE)
+        for queue in self._idle:
+            stream = queue.stream
+            api.call("cuStreamBeginCapture", stream, api.cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+            api.call("cuStreamWaitValue32", stream, word, 0, _EQUAL)
+            for target, source in ((memory, host), (memory + _PIECE, memory), (host, memory)):
+                api.call("cuMemcpyAsync", target, source, _PIECE, stream)
+            api.call("cuStreamWriteValue32", stream, word, 0, 0)
+            graph = api.call("cuStreamEndCapture", stream)
+            executable = api.call("cuGraphInstantiate", graph, 0)
+            api.call("cuGraphLaunch", executable, stream)
+            api.call("cuGraphLaunch", executable, stream)
+            api.call("cuMemsetD8Async", memory, 0, _PIECE, stream)
+            api.call("cuEventRecord", queue.event, stream)
+            api.call("cuStreamSynchronize", stream)
+            api.call("cuGraphExecDestroy", executable)
+            api.call("cuGraphDestroy", graph)
+        api.call("cuMemFree", memory)
+        api.call("cuMemFreeHost", host)
 
     @classmethod
     def of(cls, api: Api, gpu: Gpu, count: int) -> "Queues":

@@ -42,7 +42,9 @@ class CudaDriver:
             self._physical = Physical(api, self._gpus, self._home)
         self._staging = Staging(api, self._home)
         self._space = Space(self._physical.granularity)
-        self._streams = {gpu.id: Streams(api, gpu, self._space, streams) for gpu in gpus}
+        self._queueing = threading.Lock()
+        self._streams = {gpu.id: Streams(api, gpu, self._space, streams, self._queueing) for gpu in gpus}
+        self._streams[self._home.id].prepare()
         self._links = links(gpus, self._nvml)
         self._devices = [gpu.describe(self._total(gpu)) for gpu in gpus]
         self._lock = threading.Lock()
@@ -243,9 +245,8 @@ class CudaDriver:
         for streams in self._streams.values():
             streams.leave()
         self._staging.close()
-        for page in self._pages:
+        for page in list(self._pages):
             page.close()
-        self._pages.clear()
         mapped, ranges = self._space.everything()
         with self._home.current():
             for address, size in mapped:
@@ -263,14 +264,26 @@ class CudaDriver:
 
     def _page(self, fd: int, count: int) -> CudaWords:
         try:
-            page = CudaWords(self._api, self._home, fd, count)
+            page = CudaWords(self._api, self._home, fd, count, self._sweep)
         except BaseException:
             os.close(fd)
             raise
         with self._lock:
-            self._pages = [p for p in self._pages if not p.gone]
             self._pages.append(page)
+        self._sweep()
         return page
+
+    def _sweep(self) -> None:
+        """Free closed pages if nothing is queued: the driver waits for all that is (seen with blocked graphs).
+
+        So while some stream waits for a silent client, closed pages pile up, at a few KiB each.
+        """
+        with self._queueing, self._lock:
+            spent = [page for page in self._pages if page.spent]
+            if spent and all(streams.quiet() for streams in self._streams.values()):
+                for page in spent:
+                    page.free()
+                self._pages = [page for page in self._pages if page not in spent]
 
     def _zero(self, raw: Raw, size: int, place: Place) -> None:
         """Nothing promises that memory from CUDA is zero, and it may hold another lease's bytes."""

@@ -24,14 +24,26 @@ _RELAXED: Final = "CU_STREAM_CAPTURE_MODE_RELAXED"
 class Streams:
     """The streams of one session on one GPU."""
 
-    def __init__(self, api: Api, gpu: Gpu, space: Space, most: int) -> None:
+    def __init__(self, api: Api, gpu: Gpu, space: Space, most: int, queueing: threading.Lock) -> None:
         self.api, self.gpu, self.space, self._most = api, gpu, space, most
+        self.queueing = queueing
+        """Held by whoever queues what may wait, and by whoever needs that nothing is queued."""
         self._lock = threading.Lock()
         self._own_lock = threading.Lock()
         self._queues: Queues | None = None
         self._own: Queue | None = None
         self._live: list[CudaStream] = []
         self._parked: list[CudaStream] = []
+
+    def prepare(self) -> None:
+        """Make the GPU's queues ready now instead of at the first use."""
+        self.own(_nothing)
+
+    def quiet(self) -> bool:
+        """Whether nothing that a client of the session queued is left."""
+        with self._lock:
+            self._bury()
+            return not self._parked and all(map(self._is_done, self._live))
 
     def open(self) -> "CudaStream":
         """A stream with nothing queued. Raises InvalidUse when all are taken."""
@@ -122,7 +134,7 @@ class CudaStream:
         """Append operations. Raises InvalidUse before anything is queued."""
         self._check()
         calls = [call for op in ops for call in self._calls(op)]
-        with self._gpu.current():
+        with self._streams.queueing, self._gpu.current():
             for name, arguments in calls:
                 self._api.call(name, *arguments(self.queue.stream))
 
@@ -156,7 +168,7 @@ class CudaStream:
     def launch(self, executable: Raw) -> None:
         """Append a graph."""
         self._check()
-        with self._gpu.current():
+        with self._streams.queueing, self._gpu.current():
             self._api.call("cuGraphLaunch", executable, self.queue.stream)
 
     def destroy_graph(self, executable: Raw) -> None:
@@ -277,3 +289,7 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause
         pause = min(2 * pause, LAST_PAUSE)
+
+
+def _nothing(_own: Raw) -> None:
+    """The session's own stream is all that was wanted."""
