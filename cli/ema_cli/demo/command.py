@@ -119,14 +119,15 @@ def _introduce(layout: Layout) -> None:
 
 
 def _requests(trace: Path | None) -> list[Request]:
-    path = trace or _own_trace()
+    path = trace or own_trace()
     try:
         return list(read_trace(path))
     except OSError as error:
         raise InvalidInput.of("--trace", str(path), f"a readable file ({error.strerror})") from error
 
 
-def _own_trace() -> Path:
+def own_trace() -> Path:
+    """Ten minutes of Azure's trace, as installed or in the repository."""
     packaged = Path(__file__).parents[1] / "traces" / TRACE
     return packaged if packaged.exists() else Path(__file__).parents[3] / "examples" / "traces" / TRACE
 
