@@ -23,11 +23,11 @@ from ema_cli.serving.instance import Instance
 from ema_cli.serving.outcome import Outcome
 from ema_cli.serving.step import Active, Demand, MacroStep, Memory, Path
 
-LEAD: Final = 0.012
+LEAD: Final = 0.02
 """Real seconds before a macro-step ends at which the next one is prepared."""
 SOON: Final = 0.008
 """Real seconds that are waited for memory, before what is there must do."""
-AHEAD: Final = 12
+AHEAD: Final = 24
 """Pieces of a macro-step that may still be on their way when the next one is prepared."""
 TOO_LATE: Final = 0.25
 """Real seconds that this process may be behind; more is not caught up with."""
@@ -37,7 +37,7 @@ GROW_AT_ONCE: Final = 4
 """Chunks of borrowed memory in one request."""
 QUEUE: Final = 0.5
 """Real seconds that such a request waits in the agent's queue."""
-FETCH_SLOTS: Final = (8, 1 << 20)
+FETCH_SLOTS: Final = (16, 1 << 20)
 """How many, and real bytes of each."""
 STORE_SLOTS: Final = (2, 128 << 10)
 WINDOWS: Final = FETCH_SLOTS[0] * FETCH_SLOTS[1] + STORE_SLOTS[0] * STORE_SLOTS[1]
