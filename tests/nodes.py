@@ -23,6 +23,7 @@ from borrower import pattern
 from ema_agent.agent import Agent, Setup
 from ema_core.api import MemoryPool, load_pools
 from ema_core.ids import HOST, GpuId, Place
+from ema_driver.errors import OutOfMemory
 from ema_driver.protocol import Handle, MemoryInfo
 from ema_driver.sim import GpuGroup, SimConfig, SimDriver, start
 
@@ -40,8 +41,10 @@ SMALL = SimConfig(
     linger=0.2,
 )
 """Four GPUs of 64 MiB."""
+TINY = msgspec.structs.replace(SMALL, gpus=(GpuGroup(count=4, memory=16 * MIB, reserved=MIB),))
+"""Four GPUs of 16 MiB, soon full."""
 
-__all__ = ["KIB", "MIB", "SMALL", "Borrower", "Node", "node", "pattern", "pool", "processes", "sim", "until"]
+__all__ = ["KIB", "MIB", "SMALL", "TINY", "Borrower", "Node", "node", "pattern", "pool", "processes", "sim", "until"]
 
 
 def sim(**changes: object) -> SimConfig:
@@ -85,7 +88,9 @@ class Node:
         self.pools = pools or (pool(),)
         self.server = start(config, folder)
         self.observer = SimDriver.connect(self.server.socket)
-        """A session of nobody's: reads memory, injects faults, takes memory as an outside process would."""
+        """A session of nobody's: reads memory, injects faults."""
+        self.outsider = SimDriver.connect(self.server.socket)
+        """A process that knows nothing of us and takes memory."""
         self.gpus: list[GpuId] = [d.id for d in sorted(self.observer.devices(), key=lambda d: d.pci)]
         """By number in the configuration."""
         self.before = self.observer.memory()
@@ -166,8 +171,8 @@ class Node:
         return self.borrowers[-1]
 
     def take(self, gpu: int, size: int) -> Handle:
-        """Take memory of a GPU as a process would that knows nothing of us. `observer.release` gives it back."""
-        return self.observer.create(self.gpus[gpu], size)
+        """Take memory of a GPU as a process would that knows nothing of us; `outsider.release` gives it back."""
+        return self.outsider.create(self.gpus[gpu], size)
 
     def take_all_but(self, gpu: int, left: int) -> list[Handle]:
         """Take memory of a GPU in steps, until all but `left` bytes of it are somebody else's."""
@@ -175,10 +180,19 @@ class Node:
         mine = info.total - info.reserved - left - self.on_loop(lambda: self.agent.node.used(self.gpus[gpu]))
         while mine > 0:
             step = min(mine, MIB)
-            until(lambda step=step: self.memory(gpu).free >= step)
-            held.append(self.take(gpu, step))
+            held.append(self._take_when_free(gpu, step))
             mine -= step
         return held
+
+    def take_what_is_free(self, gpu: int) -> Handle:
+        """Take all that is free of a GPU just now."""
+        while True:
+            with suppress(OutOfMemory):  # somebody was quicker
+                return self.take(gpu, self.memory(gpu).free)
+
+    def _take_when_free(self, gpu: int, size: int) -> Handle:
+        until(lambda: self.memory(gpu).free >= size, saying=f"{size} bytes are free on GPU {gpu}")
+        return self.take(gpu, size)
 
     def memory(self, gpu: int) -> MemoryInfo:
         """What the driver shows of a GPU by number (-1: host memory)."""
@@ -194,6 +208,7 @@ class Node:
     def close(self) -> None:
         """End everything, and see that nothing is left."""
         try:
+            self.outsider.close()
             for client in self.clients:
                 client.close()
             for borrower in self.borrowers:
@@ -217,6 +232,7 @@ class Node:
             borrower.kill()
         self.server.stop()
         self.observer.close()
+        self.outsider.close()
         self._thread.join(5)
 
     def _check_ledger(self) -> None:

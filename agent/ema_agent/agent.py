@@ -270,15 +270,17 @@ class Agent:
             if len(self.sessions) >= SESSIONS:
                 raise InvalidInput.of("clients", len(self.sessions), f"fewer than {SESSIONS}")
             session = self._open(connection, hello.name, gpu, pool)
+            guest.receive, guest.ended = session.received, session.disconnected
+            # Only now: the client may have gone already, and sending would end the connection.
+            message, fds, sent = welcome(session, self.driver, self.node)
+            connection.send(message, fds)
+            sent()
         except InvalidInput as refused:
             first = refused.errors[0]
-            connection.refuse_and_close(first.field, str(first.value), first.expected)
-            return
+            connection.refuse_and_close(first.field, str(first.value) or "empty", first.expected)
         except (DriverError, OSError) as error:  # OSError: this process has no descriptor left
             connection.send(wire.Refused(0, Kinds.INTERNAL, f"no place for another client: {error}"))
             connection.close("no place for another client")
-            return
-        guest.receive, guest.ended = session.received, session.disconnected
 
     def _open(self, connection: Connection, name: str, gpu: GpuId, pool: PoolName) -> Session:
         lease = Lease(LeaseId(f"{name}-{next(self._numbers)}"), pool, gpu, self.pools[pool].spec.chunk_size, name=name)
@@ -287,13 +289,6 @@ class Agent:
         self.ledger.open_lease(lease)
         self.sessions[lease.id] = session
         self.steward.wake()  # its GPU lends no more until it opts in
-        try:
-            message, fds, own = welcome(session, self.driver, self.node)
-        except DriverError:
-            session.disconnected("the driver refused")
-            raise
-        connection.send(message, fds)
-        own()
         return session
 
     def _set_terms(self, lease: Lease) -> None:

@@ -55,14 +55,19 @@ class Cleaner:
         ready = [
             c
             for c in self._steward.ledger.chunks()
-            if c.state is State.DIRTY and not c.droppable and self._retry.get(c.id, (0.0, 0.0))[0] <= now
+            if self._dirty(c) and not c.droppable and self._retry.get(c.id, (0.0, 0.0))[0] <= now
         ]
         ready.sort(key=lambda c: (c.last_used, c.id))
         return ready[:16]
 
+    @staticmethod
+    def _dirty(chunk: Chunk) -> bool:
+        """To be cleaned, and nobody else is at it: a candidate that is passed over would be looked at without end."""
+        return chunk.state is State.DIRTY and chunk.place != HOST and not chunk.busy
+
     async def _clean(self, chunk: Chunk) -> None:
         steward = self._steward
-        if chunk.busy or chunk.state is not State.DIRTY or chunk.place == HOST or not steward.ledger.alive(chunk):
+        if not self._dirty(chunk) or not steward.ledger.alive(chunk):
             return
         chunk.busy = True
         began = time.monotonic()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 HELLO_WITHIN: Final = 5.0
 """Seconds that a connection may stay silent before its Hello."""
-BACKLOG: Final = 128
+BACKLOG: Final = 1024
 UNNAMED: Final = 64
 """Connections that have not said Hello yet, at most; one more, and the oldest of them goes."""
 BREATH: Final = 0.1

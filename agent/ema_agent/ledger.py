@@ -49,7 +49,7 @@ ALLOWED: dict[State, frozenset[State]] = {
 }
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Chunk:
     """One chunk: a stable address, and the memory behind it."""
 
@@ -82,7 +82,7 @@ class Chunk:
         return self.twin is not None and not self.gate.dirty
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Region:
     """A borrower's range of bytes: chunk `i` holds the bytes from `i × chunk size` on."""
 
@@ -110,7 +110,7 @@ class Region:
         return [i for i, c in enumerate(self.chunks) if i in holes or (c is not None and c.state is State.DROPPED)]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Lease:
     """One borrower's account."""
 

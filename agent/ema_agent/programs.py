@@ -268,7 +268,7 @@ class Copies:
             index, offset = divmod(at, length)
             size = min(length - offset, end - at)
             chunk = region.chunks[index]
-            if chunk is None or chunk.state is State.LOST:
+            if chunk is None or chunk.state is State.LOST or index in region.holes:
                 raise Refusal(
                     Kinds.GONE, f"chunk {index} of region {region.number} is {'lost' if chunk else 'not granted'}"
                 )

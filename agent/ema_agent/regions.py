@@ -82,6 +82,7 @@ class Regions:
         async def work() -> None:
             chunks = [c for i in gone if (c := region.chunks[i]) is not None]
             await self._until_idle(chunks)
+            region.holes.update(gone)  # from here on no run can name them
             await self.free(chunks)
             region.holes.clear()
             self._wait(Waiter(message.id, region, len(region.chunks), deadline, frozenset(gone)))
@@ -184,12 +185,16 @@ class Regions:
         text = f"{short} bytes were not to be had in time; place {position} in the queue"
         raise Refusal(Kinds.FULL, text, position=position)
 
-    async def _alone(self, region: Region, work: Coroutine[Any, Any, T]) -> T:
+    def _alone(self, region: Region, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         self._changing.add(region.number)
-        try:
-            return await work
-        finally:
-            self._changing.discard(region.number)
+
+        async def alone() -> T:
+            try:
+                return await work
+            finally:
+                self._changing.discard(region.number)
+
+        return alone()
 
     async def _cut(self, region: Region, count: int) -> int:
         await self._until_idle([c for c in region.chunks[count:] if c is not None])

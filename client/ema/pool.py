@@ -15,8 +15,9 @@ from ema.channel import Channel
 from ema.program import Program
 from ema.region import Region
 from ema.share import Share
-from ema.tickets import Ended, Ticket
-from ema.window import Slot, Window
+from ema.staging import Staging
+from ema.tickets import Ticket
+from ema.window import Window
 from ema_core import places, wire
 from ema_core.ids import GpuId, Place
 from ema_core.wire import CopyStep
@@ -27,8 +28,6 @@ from ema_driver.protocol import CpuVisible, MemoryDriver, Words
 SLICE: Final = 0.1
 REPORT: Final = 1.0
 """Seconds between two reports of what was measured."""
-STAGING: Final = 4 << 20
-"""Bytes of one staging slot at most."""
 BACKOFF: Final = (0.05, 2.0)
 """Seconds until the first and between later attempts to reach an agent that is gone."""
 
@@ -67,8 +66,7 @@ class Pool:
         self._path, self._hello = path, hello
         self._lock = threading.RLock()
         self._runs = threading.Lock()
-        self._staging_lock = threading.Lock()
-        self._staging: Window | None = None
+        self.staging = Staging(self)
         self._regions: dict[int, Region] = {}
         self._programs: dict[int, Program] = {}
         self._windows: dict[int, Window] = {}
@@ -229,14 +227,14 @@ class Pool:
     # --- copies ---
 
     def run(self, steps: list[CopyStep], *, store: bool) -> Ticket:
-        """Send copies that are no program. Raises AgentLost, DataLost, Reclaimed (a store to dropped bytes)."""
+        """Send copies that are no program. Raises AgentLost, DataLost, Reclaimed (of bytes that are known dropped)."""
         for step in steps:
             region = self._regions.get(step.region)
             if region is None or not region.droppable:
                 continue
-            if store:
-                self._check_dropped(region, step.at, step.size)
-            else:
+            self._check_dropped(region, step.at, step.size)
+            if not store:
+                # It may be dropped before the copy is made: looked at again when the slot is waited for.
                 self._fetched[step.slot] = (region, step.at, step.size)
         with self._runs:
             self.check_alive()
@@ -260,34 +258,6 @@ class Pool:
             self._admit(word, seq)
             self._channel.send(wire.Start(program.number, seq))
         return Ticket(self, word, seq)
-
-    def staged(self, region: Region, at: int, data: memoryview, *, store: bool) -> Ticket:
-        """Copy a buffer to or from a region through the pool's own slots, two at a time; ends when all is copied."""
-        with self._staging_lock:
-            if self._staging is None:
-                size = max(self.granularity, min(self.chunk, STAGING) // self.granularity * self.granularity)
-                self._staging = self.window(2, size)
-            slots = self._staging.slots
-            pieces = [(i, min(slots[0].size, len(data) - i)) for i in range(0, len(data), slots[0].size)]
-            for number, (offset, size) in enumerate(pieces):
-                slot = slots[number % 2]
-                if store:
-                    slot.wait_empty()
-                    self._put(slot, data[offset : offset + size])
-                    region.store(slot, at + offset, size)
-                else:
-                    if number == 0:
-                        region.fetch(at, slot, size)
-                    if number + 1 < len(pieces):
-                        ahead, more = pieces[number + 1]
-                        region.fetch(at + ahead, slots[(number + 1) % 2], more)
-                    slot.wait()
-                    data[offset : offset + size] = self._get(slot, size)
-                    slot.release()
-            if store:
-                for slot in slots:
-                    slot.wait_empty()
-        return Ended()
 
     def run_ended(self, word: int, seq: int) -> bool:
         """Whether a run has been started and has ended."""
@@ -320,15 +290,6 @@ class Pool:
                 self._outstanding.append((word, seq))
                 return
             self.wait_run(*(same or self._outstanding)[0])
-
-    def _put(self, slot: Slot, data: memoryview) -> None:
-        if isinstance(self.driver, CpuVisible):
-            slot.view[: len(data)] = data
-        else:
-            self.driver.write(slot.address, bytes(data))
-
-    def _get(self, slot: Slot, size: int) -> bytes | memoryview:
-        return slot.view[:size] if isinstance(self.driver, CpuVisible) else self.driver.read(slot.address, size)
 
     # --- checks before data is used ---
 
@@ -482,12 +443,12 @@ class Pool:
             except DriverError:
                 # The GPU itself was restarted: the client's own memory is gone with it.
                 self._windows.clear()
-                self._staging = None
+                self.staging.forget()
                 self._share = None
             else:
                 return
         fd = next(iter(guest), None)
-        self.driver = open_guest(welcome.driver, None if fd is None else os.dup(fd))
+        self.driver = open_guest(welcome.driver, None if fd is None else os.dup(fd), GpuId(Place(welcome.gpu)))
 
     def _hand_over(self, window: Window) -> None:
         fd = self.driver.export(window.handle)

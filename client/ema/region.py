@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ema import errors
-from ema.tickets import Ticket
+from ema.tickets import Ended, Ticket
 from ema.window import Slot
 from ema_core import wire
 from ema_core.wire import CopyStep
@@ -64,9 +64,15 @@ class Region:
         """
         self.check()
         if isinstance(source, Slot):
+            step = self.step(source, at, size)
             source.fill()
-            return self._pool.run([self.step(source, at, size)], store=True)
-        return self._pool.staged(self, at, memoryview(source).cast("B"), store=True)
+            try:
+                return self._pool.run([step], store=True)
+            except errors.EmaError:
+                source.reset()
+                raise
+        self._pool.staging.store(self, at, memoryview(source).cast("B"))
+        return Ended()
 
     def fetch(self, at: int, into: Slot | bytearray | memoryview, size: int | None = None) -> Ticket:
         """Copy the region's bytes from `at` on.
@@ -77,7 +83,8 @@ class Region:
         self.check()
         if isinstance(into, Slot):
             return self._pool.run([self.step(into, at, size)], store=False)
-        return self._pool.staged(self, at, memoryview(into).cast("B"), store=False)
+        self._pool.staging.fetch(self, at, memoryview(into).cast("B"))
+        return Ended()
 
     def step(self, slot: Slot, at: int = 0, size: int | None = None, slot_at: int = 0) -> CopyStep:
         """One step of a program between this region and a slot. Raises BadInput."""

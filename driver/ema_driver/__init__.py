@@ -1,5 +1,6 @@
 """Memory drivers: one Protocol (`ema_driver.protocol`) and its implementations, opened by name."""
 
+from ema_core.ids import GpuId
 from ema_driver.errors import DriverUnavailable
 from ema_driver.protocol import MemoryDriver
 
@@ -9,9 +10,14 @@ def open_node(name: str, endpoint: str) -> MemoryDriver:
 
     Raises DriverUnavailable.
     """
+    # A driver is imported only where it is used.
+    if name == "cuda":
+        from ema_driver.cuda import CudaDriver  # noqa: PLC0415
+
+        return CudaDriver.node()
     if name != "sim":
-        raise DriverUnavailable(f"driver {name!r} is not built in; sim is")
-    from ema_driver.sim.session import SimDriver  # noqa: PLC0415 - a driver is imported only where it is used
+        raise DriverUnavailable(f"driver {name!r} is not built in; sim and cuda are")
+    from ema_driver.sim.session import SimDriver  # noqa: PLC0415
 
     try:
         return SimDriver.connect(endpoint)
@@ -19,13 +25,17 @@ def open_node(name: str, endpoint: str) -> MemoryDriver:
         raise DriverUnavailable(f"no simulated GPUs answer at {endpoint}: {error.strerror or error}") from error
 
 
-def open_guest(name: str, fd: int | None) -> MemoryDriver:
-    """A borrower's session with its own GPU. `fd` is what the agent sent for it, and becomes the session's.
+def open_guest(name: str, fd: int | None, gpu: GpuId) -> MemoryDriver:
+    """A borrower's session with its own GPU. `fd` is what the agent sent for it and becomes the session's.
 
     Raises DriverUnavailable.
     """
+    if name == "cuda":
+        from ema_driver.cuda import CudaDriver  # noqa: PLC0415
+
+        return CudaDriver.guest_of(gpu)
     if name != "sim" or fd is None:
-        raise DriverUnavailable(f"driver {name!r} is not built in; sim is, with a session that the agent hands over")
-    from ema_driver.sim.session import SimDriver  # noqa: PLC0415 - a driver is imported only where it is used
+        raise DriverUnavailable(f"driver {name!r} is not built in; cuda is, and sim with a session from the agent")
+    from ema_driver.sim.session import SimDriver  # noqa: PLC0415
 
     return SimDriver.from_fd(fd)

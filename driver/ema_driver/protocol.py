@@ -166,7 +166,10 @@ class Graph(Protocol):
     """Operations made ready once, started many times with one cheap call."""
 
     def launch(self) -> None:
-        """Append the operations to the stream that the graph was made for. Never blocks, allocates nothing."""
+        """Append the operations to the stream that the graph was made for. Allocates nothing.
+
+        Never blocks while few launches are outstanding; a GPU's queue has an end, though a far one.
+        """
         ...
 
     def close(self) -> None:
@@ -182,7 +185,10 @@ class Stream(Protocol):
         ...
 
     def instantiate(self, ops: Sequence[Op]) -> Graph:
-        """Make operations ready to be launched on this stream, again and again."""
+        """Make operations ready to be launched on this stream, again and again.
+
+        Copies name addresses with something mapped behind them; what that is may change before each launch.
+        """
         ...
 
     def synchronize(self, timeout: float) -> bool:
@@ -198,9 +204,9 @@ class Stream(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop what is still queued and give the stream up: no operation of it touches memory any more.
+        """Give the stream up, with nothing queued: let what is queued pass first. Twice is harmless.
 
-        Twice is harmless.
+        `sim` drops what is still queued. CUDA cannot: there it still runs when its waits let it.
         """
         ...
 
@@ -271,7 +277,7 @@ class MemoryDriver(Protocol):
         ...
 
     def stream(self, device: GpuId) -> Stream:
-        """A new stream on that GPU."""
+        """A new stream on that GPU. Raises InvalidUse: no such GPU, or no stream left that runs by itself."""
         ...
 
     def read(self, address: int, size: int) -> bytes:

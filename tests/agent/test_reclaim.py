@@ -20,7 +20,12 @@ def empty_a_lender(node: Node, gpu: int = 1) -> None:
     until(lambda: node.lent(gpu) == 0, saying="the lender has everything back")
     node.settle()
     assert node.memory(gpu).free >= 2 * MIB, "headroom"
-    node.observer.release(held)
+    node.outsider.release(held)
+
+
+def goes_on(borrower: Borrower) -> None:
+    made = borrower.ask("made")
+    until(lambda: borrower.ask("made") > made, saying="the program goes on")
 
 
 def test_what_is_stored_is_fetched(node: Node) -> None:
@@ -38,7 +43,7 @@ def test_reclaimed_bytes_are_right_afterwards(node: Node, clean: bool) -> None:
     borrower = node.borrower(0)
     assert borrower.ask("region", SIZE) == 0
     if not clean:
-        node.agent.cleaner._candidates = list  # type: ignore[method-assign, assignment]
+        node.agent.cleaner._candidates = list  # type: ignore[method-assign]
     borrower.ask("fill", 0, 1)
     if clean:
         all_clean(node)
@@ -56,8 +61,7 @@ def test_a_borrower_whose_program_runs_sees_no_wrong_byte_while_every_lender_tak
     for gpu in (1, 2, 3, 1):
         if node.lent(gpu):
             empty_a_lender(node, gpu)
-        made = borrower.ask("made")
-        until(lambda made=made: borrower.ask("made") > made, saying="the program goes on")
+        goes_on(borrower)
     steps, wrong = borrower.ask("halt")
     assert (steps > 0, wrong) == (True, 0)
     assert borrower.ask("check", 0, 1) == []

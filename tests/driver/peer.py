@@ -1,4 +1,4 @@
-"""Another process in the contract suite: `peer.py ROLE FD ADDRESS`, commands over the socket FD."""
+"""Another process in the contract suite: `peer.py ROLE FD DRIVER ENDPOINT`, commands over the socket FD."""
 
 import mmap
 import os
@@ -6,9 +6,12 @@ import random
 import socket
 import sys
 import time
+from collections.abc import Callable
 
+from ema_core.ids import GpuId, Place
+from ema_driver import open_guest, open_node
+from ema_driver.errors import ContextLost
 from ema_driver.protocol import Address, Copy, MemoryDriver, Wait, Words, Write
-from ema_driver.sim import SimDriver
 
 EMPTY, FULL = 0, 1
 BLOCK = 8
@@ -35,15 +38,15 @@ class Link:
         return body.decode(), fds
 
 
-def hold(link: Link, _: str) -> None:
+def hold(link: Link, *_: str) -> None:
     """Keep received descriptors open until told to end."""
     while link.hear()[0] != "end":
         link.tell("held")
 
 
-def create(link: Link, address: str) -> None:
+def create(link: Link, name: str, endpoint: str) -> None:
     """Create memory with a pattern on the first GPU, hand its descriptor over, and live on."""
-    driver = SimDriver.connect(address)
+    driver = open_node(name, endpoint)
     size = int(link.hear()[0])
     handle = driver.create(driver.devices()[0].id, size)
     at = driver.reserve(size)
@@ -53,7 +56,7 @@ def create(link: Link, address: str) -> None:
     link.hear()
 
 
-def store(link: Link, _: str) -> None:
+def store(link: Link, *_: str) -> None:
     """Store words into a received page, with nothing but a mapping: no bell, no wake-up."""
     text, (fd,) = link.hear()
     index, value = (int(part) for part in text.split())
@@ -65,11 +68,11 @@ def store(link: Link, _: str) -> None:
     link.hear()
 
 
-def queue(link: Link, address: str) -> None:
+def queue(link: Link, name: str, endpoint: str) -> None:
     """Queue a copy behind a word of a received page, then do nothing."""
     text, (page_fd, memory_fd) = link.hear()
     size = int(text)
-    driver = SimDriver.connect(address)
+    driver = open_node(name, endpoint)
     page = driver.adopt_words(page_fd, 16)
     handle = driver.adopt(memory_fd, size)
     at, own = driver.reserve(size), driver.reserve(size)
@@ -83,24 +86,25 @@ def queue(link: Link, address: str) -> None:
     link.hear()
 
 
-def churn(link: Link, address: str) -> None:
+def churn(link: Link, name: str, endpoint: str) -> None:
     """Take, map, copy, hand over and give back, until killed."""
-    driver = SimDriver.connect(address)
-    gpu, other = (device.id for device in driver.devices()[:2])
+    driver = open_node(name, endpoint)
+    devices = driver.devices()
+    gpu, other = devices[0].id, devices[-1].id
     size = 4 << 20
     stream = driver.stream(gpu)
     link.tell("ready")
     while True:
         a, b = driver.create(gpu, size), driver.create(other, size)
-        at = driver.reserve(2 * size)
-        driver.map([(at, a), (Address(at + size), b)])
+        ends = [driver.reserve(size), driver.reserve(size)]
+        driver.map(list(zip(ends, (a, b), strict=True)))
         held = driver.export(a)
-        stream.enqueue([Copy(at, at + size, size)] * 2)
+        stream.enqueue([Copy(ends[0], ends[1], size)] * 2)
         stream.synchronize(5)
-        driver.unmap([at, Address(at + size)])
+        driver.unmap(ends)
         driver.release([a, b])
         os.close(held)
-        driver.unreserve([at])
+        driver.unreserve(ends)
 
 
 class Borrower:
@@ -128,11 +132,12 @@ class Borrower:
         self.page.store(slot, FULL)
 
 
-def borrow(link: Link, _: str) -> None:
+def borrow(link: Link, name: str, _endpoint: str) -> None:
     """The borrower of the gate test. Words: 0..K-1 fetch slots, K the store slot; one slot of memory for each."""
-    text, (session_fd, page_fd, memory_fd) = link.hear()
-    chunks, slots, size, seed = (int(part) for part in text.split())
-    driver = SimDriver.from_fd(session_fd)
+    text, (page_fd, memory_fd, *session) = link.hear()
+    gpu, *numbers = text.split()
+    chunks, slots, size, seed = map(int, numbers)
+    driver = open_guest(name, session[0] if session else None, GpuId(Place(gpu)))
     page = driver.adopt_words(page_fd, slots + 1)
     at = driver.reserve(size * (slots + 1))
     driver.map([(at, driver.adopt(memory_fd, size * (slots + 1)))])
@@ -163,7 +168,34 @@ def borrow(link: Link, _: str) -> None:
         link.tell(f"step {fetched} {stored}")
 
 
-ROLES = {"hold": hold, "create": create, "store": store, "queue": queue, "churn": churn, "borrow": borrow}
+def stumble(link: Link, name: str, endpoint: str) -> None:
+    """Unmap the source of a queued copy, with no gate, then let the copy go: the session is lost."""
+    size = int(link.hear()[0])
+    driver = open_node(name, endpoint)
+    gpu = driver.devices()[-1].id
+    page = driver.words(1)
+    ends = [driver.reserve(size), driver.reserve(size)]
+    driver.map([(at, driver.create(gpu, size)) for at in ends])
+    stream = driver.stream(gpu)
+    stream.enqueue([Wait(page, 0, 1), Copy(ends[0], ends[1], size)])
+    driver.unmap([ends[1]])
+    page.store(0, 1)
+    for call in (lambda: stream.synchronize(10), driver.memory):
+        try:
+            link.tell(f"it goes on: {call()}")
+        except ContextLost as error:
+            link.tell(f"lost: {error}")
+
+
+ROLES: dict[str, Callable[..., None]] = {
+    "hold": hold,
+    "create": create,
+    "store": store,
+    "queue": queue,
+    "churn": churn,
+    "borrow": borrow,
+    "stumble": stumble,
+}
 
 if __name__ == "__main__":
-    ROLES[sys.argv[1]](Link(int(sys.argv[2])), sys.argv[3])
+    ROLES[sys.argv[1]](Link(int(sys.argv[2])), sys.argv[3], sys.argv[4])

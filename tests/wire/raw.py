@@ -26,8 +26,8 @@ class Raw:
 
     def __init__(self, path: str, timeout: float = 10.0) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sock.settimeout(timeout)
         self.sock.connect(path)
+        self.sock.settimeout(timeout)
         self.fds: list[int] = []
         self.driver: SimDriver | None = None
 

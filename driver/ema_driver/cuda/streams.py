@@ -1,0 +1,288 @@
+"""Streams: CUDA streams with waits and writes on words, and graphs of such operations.
+
+CUDA cannot drop what is queued. So a stream is given back when its queue is empty, and parked until then.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Final
+
+from ema_driver.cuda.api import Api, Raw
+from ema_driver.cuda.gpus import Gpu
+from ema_driver.cuda.space import Space
+from ema_driver.cuda.words import FIRST_PAUSE, LAST_PAUSE, CudaWords
+from ema_driver.errors import ContextLost, DriverError, InvalidUse
+from ema_driver.protocol import WORD_BYTES, Copy, Op, Wait, Words, Write
+
+CONNECTIONS: Final = 32
+"""Hardware queues per GPU and process, the most there can be: the value of CUDA_DEVICE_MAX_CONNECTIONS."""
+MOST: Final = CONNECTIONS - 1
+"""Streams of one GPU that a session gives out; the one left is its own."""
+_NON_BLOCKING: Final = 1
+_EQUAL: Final = 1
+_RELAXED: Final = "CU_STREAM_CAPTURE_MODE_RELAXED"
+_UNTIMED: Final = 2
+
+
+class Queues:
+    """The CUDA streams of one GPU. Each is used again rather than made anew, so that each keeps its hardware queue."""
+
+    def __init__(self, api: Api, gpu: Gpu, space: Space) -> None:
+        self.api, self.gpu, self.space = api, gpu, space
+        self._lock = threading.Lock()
+        self._own_lock = threading.Lock()
+        self._all: list[Raw] = []
+        self._idle: list[Raw] = []
+        self._parked: list[CudaStream] = []
+        self._live: list[CudaStream] = []
+        self._own: Raw = None
+
+    def open(self) -> "CudaStream":
+        """A stream with nothing queued. Raises InvalidUse when all are taken."""
+        with self._lock:
+            self._bury()
+            if not self._idle:
+                if len(self._all) >= MOST:
+                    text = f"{self.gpu.id}: {MOST} streams are open, the most that run independently; close one first"
+                    raise InvalidUse(text)
+                self._all.append(self._make())
+                self._idle.append(self._all[-1])
+            stream = CudaStream(self, self._idle.pop())
+            self._live.append(stream)
+            return stream
+
+    def close(self, stream: "CudaStream") -> None:
+        """Take a stream back, now or when its queue has run."""
+        with self._lock:
+            self._live.remove(stream)
+            if self._is_done(stream):
+                self._idle.append(stream.raw)
+            else:
+                stream.hold_pages()
+                self._parked.append(stream)
+                self._bury()
+
+    def own(self, use: Callable[[Raw], None]) -> None:
+        """Use the session's own stream, alone and with the GPU's context current: copies, zeroing, capturing."""
+        with self._own_lock, self.gpu.current():
+            if self._own is None:
+                self._own = self._make()
+            use(self._own)
+
+    def settle(self, patience: float) -> bool:
+        """At the session's end: let every queue run out by force; whether all have within `patience` seconds."""
+        end = time.monotonic() + patience
+        turn = 0
+        while True:
+            with self._lock:
+                waiting = [s for s in (*self._live, *self._parked) if not self._is_done(s)]
+            if not waiting or self.api.lost:
+                return True
+            if time.monotonic() > end:
+                return False
+            for stream in waiting:
+                stream.run_on(turn)
+            turn += 1
+            time.sleep(LAST_PAUSE)
+
+    def destroy(self) -> None:
+        """Destroy the streams. Call `settle` first."""
+        with self._lock, suppress(DriverError):
+            self._bury()
+            with self.gpu.current():
+                for raw in (*self._all, *([] if self._own is None else [self._own])):
+                    self.api.call("cuStreamDestroy", raw)
+        self._all, self._idle, self._own = [], [], None
+
+    def _make(self) -> Raw:
+        with self.gpu.current():
+            return self.api.call("cuStreamCreate", _NON_BLOCKING)
+
+    def _bury(self) -> None:
+        for stream in [s for s in self._parked if self._is_done(s)]:
+            self._parked.remove(stream)
+            stream.let_pages_go()
+            self._idle.append(stream.raw)
+
+    def _is_done(self, stream: "CudaStream") -> bool:
+        try:
+            with self.gpu.current():
+                return self.api.done("cuStreamQuery", stream.raw)
+        except DriverError:
+            return True  # it failed: nothing of it runs any more
+
+
+class CudaStream:
+    """A stream. Made by `CudaDriver.stream`."""
+
+    def __init__(self, queues: Queues, raw: Raw) -> None:
+        self.raw = raw
+        self._queues, self._api, self._gpu = queues, queues.api, queues.gpu
+        self._open = True
+        self._waits: dict[tuple[CudaWords, int], list[int]] = {}
+        """Every word that was ever waited for here, with the values."""
+        self._pages: set[CudaWords] = set()
+
+    def enqueue(self, ops: Sequence[Op]) -> None:
+        """Append operations. Raises InvalidUse before anything is queued."""
+        self._check()
+        calls = [call for op in ops for call in self._calls(op)]
+        with self._gpu.current():
+            for name, arguments in calls:
+                self._api.call(name, *arguments(self.raw))
+
+    def instantiate(self, ops: Sequence[Op]) -> "CudaGraph":
+        """Make operations ready. What they name must be mapped now, and may be replaced later."""
+        self._check()
+        calls = [call for op in ops for call in self._calls(op)]
+        made: list[Raw] = []
+
+        def capture(own: Raw) -> None:
+            # On a stream of its own: whatever others queue meanwhile must not become part of the graph.
+            api = self._api
+            api.call("cuStreamBeginCapture", own, getattr(api.cu.CUstreamCaptureMode, _RELAXED))
+            try:
+                for name, arguments in calls:
+                    api.call(name, *arguments(own))
+            except DriverError:
+                api.cu.cuStreamEndCapture(own)
+                raise
+            graph = api.call("cuStreamEndCapture", own)
+            try:
+                made.append(api.call("cuGraphInstantiate", graph, 0))
+                # Otherwise the first launch would do it.
+                api.call("cuGraphUpload", made[0], own)
+            finally:
+                api.cu.cuGraphDestroy(graph)
+
+        self._queues.own(capture)
+        return CudaGraph(self, made[0])
+
+    def launch(self, executable: Raw) -> None:
+        """Append a graph."""
+        self._check()
+        with self._gpu.current():
+            self._api.call("cuGraphLaunch", executable, self.raw)
+
+    def destroy_graph(self, executable: Raw) -> None:
+        """Destroy a graph; one that runs is freed by the driver when it has run."""
+        if not self._api.lost:
+            with self._gpu.current():
+                self._api.call("cuGraphExecDestroy", executable)
+
+    def synchronize(self, timeout: float) -> bool:
+        """Block until all that was queued before has run; False after `timeout` seconds."""
+        self._check()
+        api = self._api
+        end = time.monotonic() + timeout
+        with self._gpu.current():
+            event = api.call("cuEventCreate", _UNTIMED)
+            try:
+                api.call("cuEventRecord", event, self.raw)
+                for pause in _pauses():
+                    if api.done("cuEventQuery", event):
+                        return True
+                    left = end - time.monotonic()
+                    if left <= 0:
+                        break
+                    time.sleep(min(left, pause))
+            finally:
+                api.cu.cuEventDestroy(event)
+        return False
+
+    def done(self) -> bool:
+        """Whether everything queued so far has run."""
+        self._check()
+        with self._gpu.current():
+            return self._api.done("cuStreamQuery", self.raw)
+
+    def close(self) -> None:
+        """Give the stream up. What is queued still runs when it is let go: let it pass first."""
+        if self._open:
+            self._open = False
+            self._queues.close(self)
+
+    def hold_pages(self) -> None:
+        """This stream is parked: its pages must stay."""
+        for page in self._pages:
+            page.hold()
+
+    def let_pages_go(self) -> None:
+        """Undo `hold_pages`."""
+        for page in self._pages:
+            page.let_go()
+
+    def run_on(self, turn: int) -> None:
+        """Store what this stream may be waiting for, one value of each word a turn."""
+        for (page, index), values in self._waits.items():
+            page.force(index, values[turn % len(values)])
+
+    def _check(self) -> None:
+        self._api.check()
+        if not self._open:
+            raise InvalidUse("the stream is closed")
+
+    def _calls(self, op: Op) -> Iterator[tuple[str, Callable[[Raw], tuple[Raw, ...]]]]:
+        if isinstance(op, Copy):
+            yield from self._copies(op)
+            return
+        page = self._page(op.page)
+        page.check(op.index, op.value)
+        self._pages.add(page)
+        at, value = page.pointer + WORD_BYTES * op.index, op.value
+        if isinstance(op, Wait):
+            values = self._waits.setdefault((page, op.index), [])
+            if value not in values:
+                values.append(value)
+            yield "cuStreamWaitValue32", lambda stream: (stream, at, value, _EQUAL)
+        elif isinstance(op, Write):
+            yield "cuStreamWriteValue32", lambda stream: (stream, at, value, 0)
+
+    def _copies(self, op: Copy) -> Iterator[tuple[str, Callable[[Raw], tuple[Raw, ...]]]]:
+        if op.size < 0:
+            raise InvalidUse(f"copy: size {op.size}; must not be negative")
+        space = self._queues.space
+        done = 0
+        for target, there in space.pieces(op.target, op.size):
+            for source, size in space.pieces(op.source + done, there):
+                at = target + (source - op.source - done)
+                yield _copy(at, source, size)
+            done += there
+
+    def _page(self, page: Words) -> CudaWords:
+        if not isinstance(page, CudaWords) or page.api is not self._api:
+            raise InvalidUse(f"{page!r} is no page of this session")
+        return page
+
+
+class CudaGraph:
+    """Operations made ready. Made by `CudaStream.instantiate`."""
+
+    def __init__(self, stream: CudaStream, executable: Raw) -> None:
+        self._stream, self._executable = stream, executable
+
+    def launch(self) -> None:
+        """Append the operations to the stream. Never blocks while few launches are outstanding; allocates nothing."""
+        if self._executable is None:
+            raise InvalidUse("the graph is closed")
+        self._stream.launch(self._executable)
+
+    def close(self) -> None:
+        """Give the graph up."""
+        if self._executable is not None:
+            executable, self._executable = self._executable, None
+            with suppress(ContextLost):
+                self._stream.destroy_graph(executable)
+
+
+def _copy(target: int, source: int, size: int) -> tuple[str, Callable[[Raw], tuple[Raw, ...]]]:
+    return "cuMemcpyAsync", lambda stream: (target, source, size, stream)
+
+
+def _pauses() -> Iterator[float]:
+    pause = FIRST_PAUSE
+    while True:
+        yield pause
+        pause = min(2 * pause, LAST_PAUSE)

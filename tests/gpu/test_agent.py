@@ -1,0 +1,92 @@
+"""The agent on a real GPU: `ema up --driver cuda` lends host memory to a borrower in another process."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ema_driver.protocol import MemoryDriver
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+BORROWER = Path(__file__).parent / "borrower.py"
+POOL = """\
+apiVersion: ema.dev/v1alpha1
+kind: MemoryPool
+metadata: {name: real}
+spec:
+  chunkSize: 64Mi
+  lending: {host: 2Gi, maxPerGPU: 2Gi, headroom: 512Mi, hysteresis: 128Mi}
+  reclaim: {hostMemory: 4Gi}
+"""
+Record = Callable[[str, object], None]
+
+
+@contextmanager
+def agent(folder: Path) -> Iterator[str]:
+    """`ema up` in a process of its own; the client socket."""
+    (folder / "pool.yaml").write_text(POOL, "utf-8")
+    command = [sys.executable, "-c", "from ema_cli.main import run; run()", "up", "--driver", "cuda"]
+    command += ["--pool", str(folder / "pool.yaml"), "--folder", str(folder), "--metrics", "off"]
+    log = folder / "agent.log"
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        end = time.monotonic() + 30
+        while "Ready" not in log.read_text("utf-8"):
+            assert process.poll() is None, log.read_text("utf-8")
+            assert time.monotonic() < end, log.read_text("utf-8")
+            time.sleep(0.05)
+        assert "barred" not in log.read_text("utf-8"), log.read_text("utf-8")
+        yield str(folder / "client.sock")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0, log.read_text("utf-8")
+    finally:
+        process.kill()
+        process.wait()
+        sys.stdout.write(log.read_text("utf-8"))
+
+
+def borrower(socket: str, rounds: int, *more: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, str(BORROWER), socket, str(rounds), *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def free(cuda: MemoryDriver) -> int:
+    return cuda.memory()[cuda.devices()[0].id].free
+
+
+def test_a_borrower_stores_and_fetches_what_the_host_lends(
+    cuda: MemoryDriver, tmp_path: Path, record_property: Record
+) -> None:
+    before = free(cuda)
+    with agent(tmp_path) as socket:
+        idle = free(cuda)
+        record_property("agent with its context, MiB", (before - idle) >> 20)
+        with borrower(socket, 3) as client:
+            output, _ = client.communicate(timeout=60)
+            assert client.returncode == 0
+        figures = json.loads(output.splitlines()[0])
+        record_property("fetched and handed over by the GPU, GB/s", round(figures["gbs"], 2))
+        assert (figures["wrong"], figures["ended"]) == (0, True)
+
+        # One that is killed with copies queued leaves nothing behind either, and the next one is served.
+        with borrower(socket, 1, "hang") as client:
+            assert client.stdout is not None
+            assert any("hanging" in line for line in client.stdout)
+            client.kill()
+        with borrower(socket, 1) as client:
+            output, _ = client.communicate(timeout=60)
+        assert json.loads(output.splitlines()[0])["wrong"] == 0
+        end = time.monotonic() + 20
+        while free(cuda) < idle - 12 * MIB and time.monotonic() < end:
+            time.sleep(0.05)
+        assert free(cuda) == pytest.approx(idle, abs=12 * MIB)
+    assert free(cuda) == pytest.approx(before, abs=12 * MIB)
