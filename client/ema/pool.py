@@ -238,12 +238,13 @@ class Pool:
                 self._fetched[step.slot] = (region, step.at, step.size)
         with self._runs:
             self.check_alive()
+            while len(self._under_way()) >= wire.OUTSTANDING:
+                self.wait_run(*self._outstanding[0])
             seq = self._run_seq
-            if any(word == wire.run_word(-1, seq) and not self.run_ended(word, n) for word, n in self._outstanding):
-                # The run before last goes on and the last one has ended: the free word belongs to the next number.
-                seq += 1
+            if any(word == wire.run_word(-1, seq) for word, _ in self._outstanding):
+                seq += 1  # the run before last goes on and the last one has ended: the other word is free
             word = wire.run_word(-1, seq)
-            self._admit(word, seq)
+            self._outstanding.append((word, seq))
             self._run_seq = seq + 1
             self._channel.send(wire.Run(seq, store, steps))
         return Ticket(self, word, seq)
@@ -284,12 +285,16 @@ class Pool:
 
     def _admit(self, word: int, seq: int) -> None:
         while True:
-            self._outstanding = [r for r in self._outstanding if not self.run_ended(*r)]
-            same = [r for r in self._outstanding if r[0] == word]
-            if not same and len(self._outstanding) < wire.OUTSTANDING:
+            under_way = self._under_way()
+            same = [r for r in under_way if r[0] == word]
+            if not same and len(under_way) < wire.OUTSTANDING:
                 self._outstanding.append((word, seq))
                 return
-            self.wait_run(*(same or self._outstanding)[0])
+            self.wait_run(*(same or under_way)[0])
+
+    def _under_way(self) -> list[tuple[int, int]]:
+        self._outstanding = [r for r in self._outstanding if not self.run_ended(*r)]
+        return self._outstanding
 
     # --- checks before data is used ---
 
