@@ -109,30 +109,30 @@ def test_an_agent_that_dies_ends_the_demo_with_a_message(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "field"),
+    ("options", "field", "value"),
     [
-        (["--memory", "4Gi"], "--model"),
-        (["--memory", "lots"], "--memory"),
-        (["--speed", "0"], "--speed"),
-        (["--scale", "1000"], "--scale"),
-        (["--duration", "9999s"], "--duration"),
-        (["--duration", "5"], "--duration"),
-        (["--rate", "-1"], "--rate"),
-        (["--link", "ethernet"], "link"),
-        (["--active", "3"], "--active"),
-        (["--model", "gpt"], "--model"),
-        (["--gpu", "abacus"], "--gpu"),
-        (["--seed", "-1"], "--seed"),
-        (["--patience", "soon"], "--patience"),
-        (["--trace", "/nowhere.csv"], "--trace"),
-        (["--svg", "/nowhere/demo.svg"], "--svg"),
+        (["--memory", "4Gi"], "--model", "4294967296"),
+        (["--memory", "lots"], "--memory", "lots"),
+        (["--speed", "0"], "--speed", "0"),
+        (["--scale", "1000"], "--scale", "1000"),
+        (["--duration", "9999s"], "--duration", "9999"),
+        (["--duration", "5"], "--duration", "5"),
+        (["--rate", "-1"], "--rate", "-1"),
+        (["--link", "ethernet"], "link", "ethernet"),
+        (["--active", "3"], "--active", "3"),
+        (["--model", "gpt"], "--model", "gpt"),
+        (["--gpu", "abacus"], "--gpu", "abacus"),
+        (["--seed", "-1"], "--seed", "-1"),
+        (["--patience", "soon"], "--patience", "soon"),
+        (["--trace", "/nowhere.csv"], "--trace", "/nowhere.csv"),
+        (["--svg", "/nowhere/demo.svg"], "--svg", "/nowhere/demo.svg"),
     ],
 )
-def test_bad_input_names_field_value_and_remedy(folder: Path, options: list[str], field: str) -> None:
+def test_bad_input_names_field_value_and_remedy(folder: Path, options: list[str], field: str, value: str) -> None:
     demo = start(folder, *options)
     out, said = demo.communicate(timeout=30)
     assert demo.returncode == 2, said
     assert field in said
-    assert options[1] in said or field == "--model" or "Llama" in said
+    assert value in said
     assert "expected" in said
     assert out == ""
