@@ -84,7 +84,7 @@ class Admin:
             case "status":
                 return status(agent, time.monotonic())
             case "leases":
-                return {"leases": leases(agent)}
+                return {"leases": leases(agent, time.monotonic())}
             case "drain":
                 gpu = agent.find_gpu(str(request.get("gpu", "")))
                 undo = request.get("undo", False)

@@ -9,13 +9,16 @@ import asyncio
 import time
 from typing import Final
 
+from ema_agent.lanes import Lanes
 from ema_agent.ledger import Chunk, State
 from ema_agent.steward import Steward
 from ema_core.ids import HOST
 from ema_driver.errors import DriverError
 
 LOOK: Final = 0.05
-"""Seconds between two looks for work."""
+"""Seconds until the next look for work; twice as long after each that finds none."""
+REST: Final = 0.4
+"""Seconds between two looks at most."""
 FIRST_RETRY: Final = 0.1
 LAST_RETRY: Final = 5.0
 
@@ -23,20 +26,24 @@ LAST_RETRY: Final = 5.0
 class Cleaner:
     """Makes twins while nobody waits for them."""
 
-    def __init__(self, steward: Steward, cap: int) -> None:
+    def __init__(self, steward: Steward, lanes: Lanes) -> None:
         self._steward = steward
-        self._cap = cap
-        """Bytes per second that cleaning may take from a lender; 0 for no cap."""
+        self._lanes = lanes
         self._retry: dict[int, tuple[float, float]] = {}
         """Chunk → when to try again, and the pause after that."""
 
     async def run(self) -> None:
         """Clean until cancelled."""
+        pause = LOOK
         while True:
             self._look()
+            await self._steward.trim()
             work = self._candidates()
-            if not work:
-                await asyncio.sleep(LOOK)
+            if work:
+                pause = LOOK
+            else:
+                await asyncio.sleep(pause)
+                pause = min(REST, 2 * pause)
             for chunk in work:
                 await self._clean(chunk)
 
@@ -85,5 +92,5 @@ class Cleaner:
             self._retry[chunk.id] = (time.monotonic() + pause, pause)
         if steward.passed_over:
             steward.wake()
-        if self._cap:
-            await asyncio.sleep(max(0.0, chunk.size / self._cap - (time.monotonic() - began)))
+        if cap := self._lanes.caps.get(chunk.place):
+            await asyncio.sleep(max(0.0, chunk.size / cap - (time.monotonic() - began)))

@@ -55,6 +55,9 @@ class Metrics(Collector):
         short = CounterMetricFamily(
             "ema_headroom_shortfall_seconds", "Seconds with less than the headroom free while lending.", labels=["gpu"]
         )
+        leaked = GaugeMetricFamily(
+            "ema_leaked_bytes", "Bytes given back that the driver still shows in use.", labels=["gpu"]
+        )
         for gpu in gpus:
             label = [gpu["id"]]
             for state, size in gpu["states"].items():
@@ -64,7 +67,8 @@ class Metrics(Collector):
             total.add_metric(label, gpu["total"])
             healthy.add_metric(label, 0 if gpu["sick"] or gpu["skipped"] else 1)
             short.add_metric(label, gpu["shortfall_seconds"])
-        yield from (by_state, free, total, healthy, short)
+            leaked.add_metric(label, gpu["leaked"])
+        yield from (by_state, free, total, healthy, short, leaked)
 
     def _node(self, status: dict[str, Any]) -> Iterator[Metric]:
         counted = status["counted"]
@@ -75,6 +79,10 @@ class Metrics(Collector):
         yield GaugeMetricFamily("ema_queue_length", "Leases that wait for memory.", len(status["queue"]))
         yield GaugeMetricFamily("ema_barred_pairs", "Claimed paths that failed their test.", len(status["barred"]))
         yield GaugeMetricFamily("ema_overdue_bytes", "Bytes that must leave and cannot.", counted["overdue_bytes"])
+        moved = CounterMetricFamily("ema_moved_bytes", "Lent bytes that changed place.", labels=["pool"])
+        for pool, size in counted["moved_bytes"].items():
+            moved.add_metric([pool], size)
+        yield moved
         yield CounterMetricFamily("ema_lost_bytes", "Bytes that went with their GPU.", counted["lost_bytes"])
         yield CounterMetricFamily("ema_ledger_repeats", "Messages that asked for what was done.", counted["repeats"])
 

@@ -95,6 +95,11 @@ class Node:
             for p in places:
                 self._ended[p] += 1
 
+    @property
+    def lends(self) -> bool:
+        """Whether anything of ours is on a GPU."""
+        return any(self.ours.get(gpu) for gpu in self.devices)
+
     def held(self, place: Place, size: int) -> None:
         """We hold `size` bytes more at a place (less, below 0). Inside `changing`, when the driver has done it."""
         if place == HOST:
@@ -137,8 +142,21 @@ class Node:
             if info is None:
                 continue
             lends, healthy = not self.withheld[gpu], gpu not in self.unhealthy
-            found.append(Gpu(gpu, info.total, info.reserved, self.used(gpu), lends=lends, healthy=healthy))
+            found.append(
+                Gpu(
+                    gpu,
+                    info.total,
+                    info.reserved,
+                    self.used(gpu),
+                    lends=lends and self._reaches_host(gpu),
+                    healthy=healthy,
+                )
+            )
         return tuple(found)
+
+    def _reaches_host(self, gpu: GpuId) -> bool:
+        """Whether copies in host memory, and bytes that come back from there, would be true."""
+        return (gpu, HOST) in self.paths and (HOST, gpu) in self.paths
 
     def rate(self, source: Place, target: Place) -> int:
         """Bytes per second from a place to a GPU; 0 where the pair is barred."""

@@ -5,11 +5,12 @@ copies are issued during the current step. Starting one is a look-up, two word a
 allocated, nothing is mapped and nothing is done per chunk.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ema_agent.ledger import Chunk, Lease, State
 from ema_core import wire
+from ema_core.ids import Place
 from ema_core.wire import CopyStep, Kinds
 from ema_driver.protocol import Address, Copy, Graph, Handle, Op, Stream, Wait, Words, Write
 
@@ -69,11 +70,24 @@ class Program:
     graphs: tuple[Graph, Graph]
     chunks: list[Chunk]
     seq: int = 0
+    bytes_by_place: Mapping[Place, int] = field(default_factory=dict)
+    version: int = -1
+    """The lease's version that `bytes_by_place` was counted at."""
 
     @property
     def size(self) -> int:
         """Bytes of one run."""
         return sum(s.size for s in self.steps)
+
+    def sizes(self, lease: Lease) -> Mapping[Place, int]:
+        """Bytes of one run by lender, spread evenly over the program's chunks; counted anew after chunks moved."""
+        if self.version != lease.version:
+            part = self.size // max(1, len(self.chunks))
+            sizes: dict[Place, int] = {}
+            for chunk in self.chunks:
+                sizes[chunk.place] = sizes.get(chunk.place, 0) + part
+            self.bytes_by_place, self.version = sizes, lease.version
+        return self.bytes_by_place
 
 
 class Copies:
@@ -182,19 +196,24 @@ class Copies:
         self.lease.recent[program.number] = (now, program.chunks)
         self.lease.last_used = now
 
-    def run(self, message: wire.Run, now: float) -> None:
-        """Check and queue copies without a program. Raises Refusal."""
+    def run(self, message: wire.Run) -> tuple[Load, Callable[[float], None]] | None:
+        """Check copies without a program: what they are, and what queues them; None if seen before. Raises Refusal."""
         if message.seq <= self.run_seq:
-            return
+            return None
         chunks: list[Chunk] = []
         ops = self._ops(message.steps, message.store, chunks)
         word = wire.run_word(-1, message.seq)
-        self._room(word, message.seq, Load(message.steps, chunks))
+        load = Load(message.steps, chunks)
+        self._room(word, message.seq, load)
         self.run_seq = message.seq
-        self.streams[message.store].enqueue([*ops, *self._end(word)])
-        for c in chunks:
-            c.last_used = now
-        self.lease.last_used = now
+
+        def queue(now: float) -> None:
+            self.streams[message.store].enqueue([*ops, *self._end(word)])
+            for c in chunks:
+                c.last_used = now
+            self.lease.last_used = now
+
+        return load, queue
 
     def busy(self, chunks: Iterable[Chunk]) -> bool:
         """Whether a run under way copies any of these chunks."""

@@ -131,6 +131,10 @@ class Regions:
                 waiter.position = position
                 self._line.tell(wire.Queued(waiter.request, position, max(0.0, waiter.deadline - now)))
 
+    def deadline(self, now: float) -> float | None:
+        """Seconds until the first request that waits is answered in any case; None when nothing waits."""
+        return min((max(0.0, w.deadline - now) for w in self.waiters), default=None)
+
     async def free(self, chunks: list[Chunk], *, certain: bool = False) -> None:
         """Give chunks back that no queued copy names any more.
 
@@ -159,7 +163,7 @@ class Regions:
             await steward.in_thread(steward.backing.give_back, chunks, self._lease.id)
             for c in held:
                 steward.node.held(c.place, -c.size)
-        steward.freed()
+        steward.held_changed()
         steward.wake()
 
     # --- inside ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ answers the client → `OpenProgram` builds copies around its gate (`programs`) 
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from functools import partial
@@ -19,7 +20,7 @@ from ema_agent.ledger import Lease, State
 from ema_agent.line import Line
 from ema_agent.node import Node
 from ema_agent.own_share import OwnShare
-from ema_agent.programs import Copies, Program, Refusal, Window
+from ema_agent.programs import Copies, Load, Refusal, Window
 from ema_agent.regions import Regions
 from ema_agent.steward import Steward
 from ema_core import wire
@@ -121,27 +122,26 @@ class Session:
         if program is None:
             self._steward.ledger.repeats += 1
             return
-        if not self._lanes.cap or program.store:
+        if not self._lanes.caps:
             self.copies.launch(program, message.seq, time.monotonic())
             return
-        launch = partial(self._launch, program, message.seq)
-        self._lanes.submit(self.lease.id, self._sizes(program), launch)
-
-    def _launch(self, program: Program, seq: int) -> None:
-        self.copies.launch(program, seq, time.monotonic())
+        start = partial(self.copies.launch, program, message.seq)
+        self._lanes.submit(self.lease.id, program.sizes(self.lease), lambda: start(time.monotonic()))
 
     def _run(self, message: wire.Run) -> None:
         self._few(message.steps)
-        self.copies.run(message, time.monotonic())
+        if (run := self.copies.run(message)) is None:
+            self._steward.ledger.repeats += 1
+        else:
+            self._submit(*run)
 
-    @staticmethod
-    def _sizes(program: Program) -> dict[Place, int]:
-        """Bytes of one run by lender, taken as spread evenly over the program's chunks."""
-        sizes: dict[Place, int] = {}
-        part = program.size // max(1, len(program.chunks))
-        for chunk in program.chunks:
-            sizes[chunk.place] = sizes.get(chunk.place, 0) + part
-        return sizes
+    def _submit(self, run: Load, start: Callable[[float], None]) -> None:
+        """Start a run when it is its turn; its bytes are taken as spread evenly over its chunks."""
+        sizes = Counter[Place]()
+        part = sum(s.size for s in run.steps) // max(1, len(run.chunks))
+        for chunk in run.chunks:
+            sizes[chunk.place] += part
+        self._lanes.submit(self.lease.id, sizes, lambda: start(time.monotonic()))
 
     def _open_program(self, message: wire.OpenProgram) -> None:
         self._few(message.steps)
@@ -208,7 +208,7 @@ class Session:
         self.steps += message.steps
 
     def look(self, now: float) -> None:
-        """From time to time, and when memory was read."""
+        """From time to time while a request waits, and when memory was read."""
         self.regions.look(now)
         self.share.look(now)
 
@@ -230,6 +230,7 @@ class Session:
         """The connection is gone: give everything back, whatever was queued."""
         if not self.closing:
             self.closing = self.lease.closing = True
+            self.notice.store(wire.NOTICE_OVER, 1)
             self._lanes.forget(self.lease.id)
             self._ending = asyncio.get_running_loop().create_task(self._end())
             self._ending.add_done_callback(self._steward.done)

@@ -110,12 +110,19 @@ def leases(folder: Folder = None, json_: Json = False) -> None:
             size(sum(e["held"].values())),
             "\n".join(f"{numbers.get(p, p)}: {size(n)}" for p, n in sorted(e["held"].items())) or "–",
             size(e["limit"]),
-            "–" if e["position"] is None else str(e["position"]),
+            _queued(e["position"], e["deadline"]),
         ]
         for e in answer
     ]
     columns = ["lease", "borrower", "wants", "has", "where", "limit", "queue"]
     screen.print(table(columns, rows, right=("wants", "has", "limit", "queue")))
+
+
+def _queued(position: int | None, deadline: float | None) -> str:
+    """Place in the queue, and how long the request waits at most."""
+    if position is None:
+        return "–"
+    return str(position) if deadline is None else f"{position} ({deadline:.1f} s left)"
 
 
 def drain(
