@@ -3,21 +3,21 @@
 Run `python bench/plan.py`; it prints the figures and keeps them in `bench/results/plan.json`.
 """
 
-import json
-import os
-import platform
 import random
+import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
-from pathlib import Path
 from statistics import quantiles
+from typing import Any
 
 from ema_core.ids import HOST, GpuId, LeaseId, Place, PoolName
 from ema_core.plan import Plan
 from ema_core.policy import apply, plan
 from ema_core.state import Gpu, Lease, NodeState, PoolPolicy
+from record import Row, at_most, finish, plain, record
 
+WHAT = "The policy: one call of `plan`, processor time"
 GIB = 1 << 30
 CHUNK = 64 << 20
 
@@ -145,27 +145,23 @@ def figures(took: list[Took]) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()}, {platform.system()} {platform.release()}, {cpu()}",
-        "python": platform.python_version(),
-        "load_average": round(os.getloadavg()[0], 2),
-        "runs": [measure(8, 256, 0.8, 400), measure(8, 256, 1.5, 400), measure(16, 4096, 1.5, 30)],
-    }
-    print(json.dumps(report, indent=2))
-    target = Path(__file__).parent / "results" / "plan.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps(report, indent=2) + "\n")
+def rows(run: Mapping[str, Any], bound: float) -> list[Row]:
+    """The figures of one server; the goal is for a plan after one event, in this thread's processor time."""
+    name = f"{run['gpus']} GPUs, {run['leases']} leases that want {run['wanted_of_idle']:.0%} of what is idle: "
+    event, idle, fresh = run["after_an_event"], run["nothing_to_do"], run["after_an_event_all_leases_new_objects"]
+    return [
+        at_most(bound, f"{name}plan after one event, p50", event["cpu_p50_ms"], "ms"),
+        plain(f"{name}plan after one event, p99", event["cpu_p99_ms"], "ms"),
+        plain(f"{name}plan with nothing to do, p50", idle["cpu_p50_ms"], "ms"),
+        plain(f"{name}every lease a new object, p50", fresh["cpu_p50_ms"], "ms"),
+    ]
 
 
-def cpu() -> str:
-    """The processor's name, where Linux says it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+def main() -> int:
+    runs = [(8, 256, 0.8, 400, 1.0), (8, 256, 1.5, 400, 1.0), (16, 4096, 1.5, 30, 30.0)]
+    found = [row for *of, bound in runs for row in rows(measure(*of), bound)]  # type: ignore[arg-type]
+    return finish(record("plan", WHAT, found))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

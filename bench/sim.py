@@ -1,23 +1,22 @@
 """How fast the simulated driver is: launches, link rates, calls. Prints, and keeps JSON in `bench/results/sim.json`.
 
-`python bench/sim.py [--no-save]`
+python bench/sim.py [--no-save]
 """
 
 import ctypes
-import json
 import os
-import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ema_core.ids import HOST, GpuId
 from ema_driver.protocol import Address, Copy, MemoryDriver, Op, Wait, Write
 from ema_driver.sim import GpuGroup, SimConfig, SimDriver, SimServer, start
+from record import Row, at_least, finish, plain, record
 
+WHAT = "The simulated driver: launches, link rates, calls"
 MIB = 1 << 20
 SESSIONS, COPIES, CHUNK = 8, 8, 4096
 
@@ -186,13 +185,21 @@ def waiting(server: SimServer, folder: Path) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def rows(results: Mapping[str, Mapping[str, float]]) -> list[Row]:
+    """Every figure; those of copies have a goal."""
+    words = {"launches": "launches", "waiting": "waiting", "calls_ms": "256 allocations of 1 MiB, ms"}
+    found = [plain(f"{words[key]}: {name}", value, "") for key in words for name, value in results[key].items()]
+    for name, share in results["share_of_memcpy"].items():
+        found.append(plain(f"copies of {name} without link delays", share, "of memcpy"))
+    for name, share in results["share_of_modelled_rate"].items():
+        link, size = name.split("_")
+        found.append(at_least(0.95, f"copies of {size} over {link}", share, "of the link's rate"))
+    return found
+
+
+def main() -> int:
     gpus = (GpuGroup(count=4, memory=512 * MIB),)
-    results: dict[str, object] = {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
+    results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         fast = start(SimConfig(gpus=gpus, granularity=4096, link_delays=False), Path(first))
         results["launches"] = launches(fast, Path(first))
@@ -204,11 +211,8 @@ def main() -> None:
         slow = start(paced, Path(second))
         results["share_of_modelled_rate"] = link_rates(slow)
         slow.stop()
-    text = json.dumps(results, indent=2)
-    print(text)
-    if "--no-save" not in sys.argv:
-        (Path(__file__).parent / "results" / "sim.json").write_text(text + "\n")
+    return finish(record("sim", WHAT, rows(results)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

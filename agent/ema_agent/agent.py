@@ -74,6 +74,8 @@ class Agent:
         self.losses = Losses(self.node, self.ledger, self.gates, self.steward, self.lost)
         self.ready = False
         self.why_ended: str | None = None
+        self._changed = False
+        """Memory has been read that is not as it was when the last plan was made."""
         self._numbers = itertools.count(1)
         self._end = asyncio.Event()
         self._refresh = asyncio.Event()
@@ -81,7 +83,7 @@ class Agent:
         self.cleaner = Cleaner(self.steward, self.lanes)
         self.set_pools(pools)
         self.watch = Watch(driver, self.node, self._fresh, self.fail)
-        self.steward.freed = self.watch.look_now
+        self.steward.held_changed = self.watch.look_now
         self.steward.may_grant = lambda: self.watch.age <= OLD
         self.steward.failed = lambda error: self.fail(f"internal error: {error!r}")
 
@@ -174,15 +176,17 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             now = time.monotonic()
-            for session in list(self.sessions.values()):
+            for session in [s for s in self.sessions.values() if s.regions.waiters or s.share.waiters]:
                 session.look(now)
-            if self.ledger.leases:
+            if self._changed or now >= self.steward.due:
+                self._changed = False
                 self.steward.wake()
             self._hear(now)
             await asyncio.sleep(TICK)
 
-    def _fresh(self) -> None:
-        """A new reading of memory has come."""
+    def _fresh(self) -> bool:
+        """A new reading of memory has come. True if the next one matters even if it is the same."""
+        self._changed = True
         now = time.monotonic()
         short = False
         for gpu, pool_headroom in self._headrooms().items():
@@ -191,11 +195,12 @@ class Agent:
                 short = True
             else:
                 self.figures.no_shortfall(gpu, now)
-        if short or any(s.share.waiters for s in self.sessions.values()):
+        waiting = [s for s in self.sessions.values() if s.share.waiters]
+        if short or waiting:
             self.steward.wake()
-            for session in self.sessions.values():
-                if session.share.waiters:
-                    session.look(now)
+        for session in waiting:
+            session.look(now)
+        return short or bool(waiting)
 
     def _headrooms(self) -> dict[GpuId, int]:
         found: dict[GpuId, int] = {}

@@ -6,6 +6,7 @@ close the gates, be certain, unmap and release (the lender has its bytes now), m
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -14,7 +15,7 @@ from ema_agent.gates import Gate, Gates
 from ema_agent.ledger import Chunk
 from ema_core.ids import HOST, GpuId, Place
 from ema_driver.errors import DriverError
-from ema_driver.protocol import Address, Copy, Handle, MemoryDriver
+from ema_driver.protocol import Address, Copy, Handle, MemoryDriver, Stream
 
 PATIENCE: Final = 5.0
 """Seconds that a copy under way may take before its link is given up as sick."""
@@ -52,6 +53,8 @@ class Backing:
         """By lease and size."""
         self._lock = threading.Lock()
         """Guards `_spare` and `_scratch`: several worker threads are here at once."""
+        self._streams: dict[GpuId, list[Stream]] = {}
+        """Streams on which nothing is queued, for the next copies."""
 
     # --- making ---
 
@@ -105,54 +108,64 @@ class Backing:
             self.gates.open([c.gate for c in chunks])
             raise Held(f"a copy under way did not end in {PATIENCE:g} s: its link hangs")
 
+    def vacate(self, chunks: Sequence[Chunk]) -> float:
+        """Taken chunks: their memory on a GPU is free again, from the moment that is returned (monotonic seconds).
+
+        Nothing is mapped at their addresses until `to_twin`.
+        """
+        self._driver.unmap([c.address for c in chunks])
+        self._driver.release([c.handle for c in chunks])
+        return time.monotonic()
+
     def to_twin(self, chunks: Sequence[Chunk]) -> None:
-        """Taken chunks whose twin is true: the GPU's bytes go first, then the twin appears at the same address."""
+        """Vacated chunks whose twin is true: it appears at the same address."""
         driver = self._driver
-        driver.unmap([c.address for c in chunks])
-        driver.release([c.handle for c in chunks])
         twins = [(c, c.twin) for c in chunks if c.twin is not None]
         driver.map([(c.address, twin) for c, twin in twins])
         for c, twin in twins:
             c.handle, c.twin = twin, None
 
-    def copy_to(self, chunks: Sequence[Chunk], target: Place) -> None:
+    def copy_to(self, chunks: Sequence[Chunk], target: Place) -> float:
         """Taken chunks: their bytes are copied to new memory at `target`, which then appears at the same addresses.
 
+        The chunks are of one size. Returns the moment (monotonic seconds) from which the memory that they left is free.
         On a way up from host memory the host copy is kept as the twin. Raises OutOfMemory, DeviceLost or Stuck with
         nothing changed.
         """
         driver = self._driver
         new: list[Handle] = []
-        stage: list[Address] = []
+        size = chunks[0].size
+        area = driver.reserve(size * len(chunks))
+        stage = [Address(area + i * size) for i in range(len(chunks))]
         try:
-            for c in chunks:
-                new.append(self._for_copy(c, target))
-                stage.append(driver.reserve(c.size))
+            new.extend(self._for_copy(c, target) for c in chunks)
             driver.map(list(zip(stage, new, strict=True)))
         except DriverError:
-            self._undo(chunks, new, stage)
+            self._undo(chunks, new, area)
             raise
         home = self._stream_home(*(c.handle.place for c in chunks), target)
         try:
             self._copy(home, [Copy(int(s), int(c.address), c.size) for s, c in zip(stage, chunks, strict=True)])
         except DriverError:
             driver.unmap(stage)
-            self._undo(chunks, new, stage)
+            self._undo(chunks, new, area)
             raise
         driver.unmap([*stage, *(c.address for c in chunks)])
         old = [c.handle for c in chunks]
         if target == HOST:
             driver.release([h for h in old if h.place != HOST])  # mapping host memory takes long: the lender goes first
+            free_from = time.monotonic()
             driver.map([(c.address, h) for c, h in zip(chunks, new, strict=True)])
         else:
             try:
                 driver.map([(c.address, h) for c, h in zip(chunks, new, strict=True)])
             except DriverError:  # the target was lost just now: no address may be left with nothing behind it
                 driver.map([(c.address, h) for c, h in zip(chunks, old, strict=True)])
-                self._undo(chunks, new, stage)
+                self._undo(chunks, new, area)
                 raise
             driver.release([h for h in old if h.place != HOST])
-        driver.unreserve(stage)
+            free_from = time.monotonic()
+        driver.unreserve([area])
         for c, h in zip(chunks, new, strict=True):
             previous, c.handle = c.handle, h
             if h is c.twin:
@@ -162,16 +175,19 @@ class Backing:
             elif previous.place == HOST:
                 c.twin = previous
                 c.gate.mark_clean()
+        return free_from
 
-    def to_scratch(self, chunks: Sequence[Chunk], owner: str) -> None:
+    def to_scratch(self, chunks: Sequence[Chunk], owner: str) -> float:
         """Taken chunks are given up: scratch memory of their own lease appears at their addresses.
 
-        Raises OutOfMemory with nothing changed if there is no host memory for it.
+        Returns the moment (monotonic seconds) from which their memory is free. Raises OutOfMemory with nothing changed
+        if there is no host memory for the scratch.
         """
         driver = self._driver
         scratch = {size: self._scratch_of(owner, size) for size in {c.size for c in chunks}}
         driver.unmap([c.address for c in chunks])
         driver.release([c.handle for c in chunks if c.handle.place != HOST])
+        free_from = time.monotonic()
         for c in chunks:
             if c.handle.place == HOST:
                 self.keep_host(c.handle)
@@ -180,6 +196,7 @@ class Backing:
                 c.twin = None
             c.handle = scratch[c.size]
         driver.map([(c.address, c.handle) for c in chunks])
+        return free_from
 
     def give_back(self, chunks: Sequence[Chunk], scratch_owner: str) -> None:
         """Taken chunks that no queued operation names any more: all of their memory and addresses are free again."""
@@ -250,13 +267,22 @@ class Backing:
 
     def _copy(self, home: GpuId, copies: Sequence[Copy]) -> None:
         """Copy on a stream of its own, behind no client's wait. Raises Stuck if it does not end, DriverError."""
-        stream = self._driver.stream(home)
+        with self._lock:
+            idle = self._streams.setdefault(home, [])
+            stream = idle.pop() if idle else None
+        if stream is None:
+            stream = self._driver.stream(home)
+        ended = False
         try:
             stream.enqueue(copies)
-            if not stream.synchronize(COPY_LIMIT):
+            ended = stream.synchronize(COPY_LIMIT)
+            if not ended:
                 raise Stuck(f"a copy of {sum(c.size for c in copies)} bytes did not end in {COPY_LIMIT:g} s")
         finally:
-            stream.close()  # when it returns, no byte moves any more
+            if not ended:
+                stream.close()  # when it returns, no byte moves any more
+        with self._lock:
+            idle.append(stream)
 
     def _take_spare(self, size: int) -> Handle | None:
         with self._lock:
@@ -274,8 +300,8 @@ class Backing:
             return self._driver.create(target, chunk.size)
         return chunk.twin or self.host(chunk.size)
 
-    def _undo(self, chunks: Sequence[Chunk], new: Sequence[Handle], stage: Sequence[Address]) -> None:
-        self._driver.unreserve(stage)
+    def _undo(self, chunks: Sequence[Chunk], new: Sequence[Handle], area: Address) -> None:
+        self._driver.unreserve([area])
         for c, h in zip(chunks, new, strict=False):
             if h.place != HOST:
                 self._driver.release([h])

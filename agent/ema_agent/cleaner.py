@@ -16,7 +16,9 @@ from ema_core.ids import HOST
 from ema_driver.errors import DriverError
 
 LOOK: Final = 0.05
-"""Seconds between two looks for work."""
+"""Seconds until the next look for work; twice as long after each that finds none."""
+REST: Final = 0.4
+"""Seconds between two looks at most."""
 FIRST_RETRY: Final = 0.1
 LAST_RETRY: Final = 5.0
 
@@ -32,12 +34,16 @@ class Cleaner:
 
     async def run(self) -> None:
         """Clean until cancelled."""
+        pause = LOOK
         while True:
             self._look()
             await self._steward.trim()
             work = self._candidates()
-            if not work:
-                await asyncio.sleep(LOOK)
+            if work:
+                pause = LOOK
+            else:
+                await asyncio.sleep(pause)
+                pause = min(REST, 2 * pause)
             for chunk in work:
                 await self._clean(chunk)
 

@@ -14,9 +14,10 @@ zero.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 
 from ema_agent.gates import Gate
 from ema_core import state
@@ -47,6 +48,8 @@ ALLOWED: dict[State, frozenset[State]] = {
     State.DROPPED: frozenset(),
     State.LOST: frozenset(),
 }
+GONE: frozenset[State] = frozenset({State.DROPPED, State.LOST})
+"""States without bytes."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -92,10 +95,17 @@ class Region:
     """None: wanted and not there yet."""
     promised: dict[int, Place] = field(default_factory=dict)
     """Indices that were granted and whose memory is being made, and where."""
+    torn: bool = False
+    """Whether a chunk of it was ever dropped or lost."""
     usable: int = 0
     """Chunks that the client was told of: copies may name these."""
     holes: set[int] = field(default_factory=set)
     """Indices that were dropped and asked for again in vain: nobody wants them until they are asked for anew."""
+
+    def lacks(self, index: int) -> bool:
+        """Whether an index waits for a grant."""
+        wanted = 0 <= index < len(self.chunks) and self.chunks[index] is None
+        return wanted and index not in self.promised and index not in self.holes
 
     @property
     def missing(self) -> list[int]:
@@ -137,15 +147,21 @@ class Lease:
     has the number."""
     recent: dict[int, tuple[float, list["Chunk"]]] = field(default_factory=dict)
     """Program → when it last started and the chunks it copies; read when victims are picked, not on a step's path."""
+    version: int = 0
+    """Changes whenever an amount in `held` does."""
+    _seen: "tuple[tuple[int, int, int, int, int, int, float, float, float, float, int], state.Lease] | None" = None
 
     def wanted(self, *, droppable: bool) -> int:
         """Bytes of demand of one kind: all chunks but those that were dropped or lost."""
-        gone = (State.DROPPED, State.LOST)
         count = 0
         for region in self.regions.values():
-            if region.droppable is droppable:
-                count += sum(1 for c in region.chunks if c is not None and c.state not in gone)
+            if region.droppable is not droppable:
+                continue
+            if region.torn or region.holes or self.closing:
+                count += sum(1 for c in region.chunks if c is not None and c.state not in GONE)
                 count += len(region.promised) + (0 if self.closing else len(region.missing))
+            else:
+                count += len(region.chunks)
         return count * self.chunk
 
     def missing(self, *, droppable: bool) -> Iterator[tuple[Region, int]]:
@@ -164,10 +180,45 @@ class Lease:
                 if chunk is not None:
                     yield chunk
 
+    def for_policy(self) -> state.Lease:
+        """This lease as the policy sees it. What was found last is kept, with what the policy counted in it."""
+        terms = (
+            *(self.priority, self.weight, self.guaranteed, self.limit),
+            *(self.wanted(droppable=False), self.wanted(droppable=True)),
+            *(self.asked_at, self.granted_at, self.reclaimed_at),
+            *(self.last_used, self.version),
+        )
+        if self._seen is None or self._seen[0] != terms:
+            priority, weight, guaranteed, limit, kept, droppable, asked_at, granted_at, reclaimed_at, used, _ = terms
+            lease = state.Lease(
+                id=self.id,
+                pool=self.pool,
+                gpu=self.gpu,
+                priority=priority,
+                weight=weight,
+                guaranteed=guaranteed,
+                limit=limit,
+                kept=kept,
+                droppable=droppable,
+                asked_at=asked_at,
+                granted_at=granted_at,
+                reclaimed_at=reclaimed_at,
+                held={
+                    place: state.Holding(clean=a[0], dirty=a[1], droppable=a[2], last_used=used)
+                    for place, a in self.held.items()
+                    if any(a)
+                },
+            )
+            self._seen = terms, lease
+        return self._seen[1]
+
     @property
     def borrowed(self) -> int:
         """Bytes held in all."""
         return sum(sum(amounts) for amounts in self.held.values())
+
+
+_coldest = attrgetter("last_used", "id")
 
 
 class Ledger:
@@ -200,7 +251,7 @@ class Ledger:
 
     def promise(self, lease: Lease, region: Region, index: int, place: Place) -> None:
         """Grant a wanted index at a place, before its memory is made. Raises LedgerError if it is not missing."""
-        if index not in region.missing:
+        if not region.lacks(index):
             raise LedgerError(f"region {region.number} of {lease.id} waits for nothing at index {index}")
         region.promised[index] = place
         self._count(lease, place, 2 if region.droppable else 1, lease.chunk)
@@ -225,27 +276,39 @@ class Ledger:
         chunk = Chunk(next(self._ids), lease, region, index, lease.chunk, address, gate, place, state, handle)
         region.chunks[index] = chunk
         self._live[chunk.id] = chunk
-        self._account(chunk, 1)
+        self._account_all((chunk,), 1)
         return chunk
 
     def become(self, chunk: Chunk, state: State, *, place: Place | None = None) -> None:
         """Take one transition; `place` where the bytes are (or, for MOVING, will be). Raises LedgerError."""
-        if chunk.id not in self._live:
-            raise LedgerError(f"chunk {chunk.id} was given back")
-        if state not in ALLOWED[chunk.state]:
-            raise LedgerError(f"chunk {chunk.id}: {chunk.state} → {state}")
-        self._account(chunk, -1)
-        chunk.state = state
-        if place is not None:
-            chunk.place = place
-        self._account(chunk, 1)
+        self.become_all((chunk,), state, place=place)
+
+    def become_all(self, chunks: Collection[Chunk], state: State, *, place: Place | None = None) -> None:
+        """The same transition for many chunks, of which all or, with LedgerError, none take it."""
+        live, seen = self._live, None
+        for chunk in chunks:
+            if chunk.id not in live:
+                raise LedgerError(f"chunk {chunk.id} was given back")
+            if chunk.state is not seen:
+                seen = chunk.state
+                if state not in ALLOWED[seen]:
+                    raise LedgerError(f"chunk {chunk.id}: {seen} → {state}")
+        self._account_all(chunks, -1)
+        gone = state in GONE
+        for chunk in chunks:
+            chunk.state = state
+            if place is not None:
+                chunk.place = place
+            if gone:
+                chunk.region.torn = True
+        self._account_all(chunks, 1)
 
     def free(self, chunk: Chunk) -> bool:
         """The chunk was given back. False, and nothing changes, if it had been already."""
         if self._live.pop(chunk.id, None) is None:
             self.repeats += 1
             return False
-        self._account(chunk, -1)
+        self._account_all((chunk,), -1)
         if chunk.index < len(chunk.region.chunks) and chunk.region.chunks[chunk.index] is chunk:
             chunk.region.chunks[chunk.index] = None
         return True
@@ -266,50 +329,49 @@ class Ledger:
         entry = self.leases.get(lease)
         if entry is None:
             return []
-        order = {State.CLEAN: 0, State.HOST: 0, State.DIRTY: 1}
-        found = [
+        for started, copied in entry.recent.values():
+            for c in copied:
+                c.last_used = max(c.last_used, started)
+        here = [
             c
-            for c in entry.chunks()
-            if c.place == place and c.state in order and c.region.droppable is droppable and not c.busy
+            for region in entry.regions.values()
+            if region.droppable is droppable
+            for c in region.chunks
+            if c is not None and c.place == place and not c.busy
         ]
-        found.sort(key=lambda c: (order[c.state], c.last_used, c.id))
-        return found[: size // entry.chunk]
+        clean = [c for c in here if c.state is State.CLEAN or c.state is State.HOST]
+        dirty = [c for c in here if c.state is State.DIRTY]
+        count = size // entry.chunk
+        clean.sort(key=_coldest)
+        if len(clean) < count:
+            dirty.sort(key=_coldest)
+            clean += dirty
+        return clean[:count]
 
     def policy_leases(self) -> tuple[state.Lease, ...]:
-        """The leases as the policy sees them."""
-        return tuple(
-            state.Lease(
-                id=e.id,
-                pool=e.pool,
-                gpu=e.gpu,
-                priority=e.priority,
-                weight=e.weight,
-                guaranteed=e.guaranteed,
-                limit=e.limit,
-                kept=e.wanted(droppable=False),
-                droppable=e.wanted(droppable=True),
-                asked_at=e.asked_at,
-                granted_at=e.granted_at,
-                reclaimed_at=e.reclaimed_at,
-                held={
-                    place: state.Holding(clean=a[0], dirty=a[1], droppable=a[2], last_used=e.last_used)
-                    for place, a in e.held.items()
-                    if any(a)
-                },
-            )
-            for e in self.leases.values()
-        )
+        """The leases as the policy sees them: the same object as before for one that has not changed."""
+        return tuple([e.for_policy() for e in self.leases.values()])
 
-    def _account(self, chunk: Chunk, sign: int) -> None:
-        if chunk.state in (State.DROPPED, State.LOST):
-            return
-        clean = chunk.state in (State.CLEAN, State.HOST)
-        kind = 2 if chunk.droppable else (0 if clean else 1)
-        self._count(chunk.lease, chunk.place, kind, sign * chunk.size)
+    def _account_all(self, chunks: Iterable[Chunk], sign: int) -> None:
+        sums: dict[tuple[Lease, Place, int], int] = {}
+        seen, kept = None, 0
+        for chunk in chunks:
+            # Mostly all are alike, and looking a state up costs more than all the rest.
+            if chunk.state is not seen:
+                seen = chunk.state
+                kept = -1 if seen in GONE else 0 if seen in {State.CLEAN, State.HOST} else 1
+            if kept < 0:
+                continue
+            kind = 2 if chunk.region.droppable else kept
+            key = (chunk.lease, chunk.place, kind)
+            sums[key] = sums.get(key, 0) + chunk.size
+        for (lease, place, kind), size in sums.items():
+            self._count(lease, place, kind, sign * size)
 
     def _count(self, lease: Lease, place: Place, kind: int, size: int) -> None:
         amounts = lease.held.setdefault(place, [0, 0, 0])
         amounts[kind] += size
+        lease.version += 1
         self.lent[place] += size
         if amounts[kind] < 0 or self.lent[place] < 0:
             raise LedgerError(f"{lease.id} would hold less than nothing at {place}")

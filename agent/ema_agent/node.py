@@ -95,6 +95,11 @@ class Node:
             for p in places:
                 self._ended[p] += 1
 
+    @property
+    def lends(self) -> bool:
+        """Whether anything of ours is on a GPU."""
+        return any(self.ours.get(gpu) for gpu in self.devices)
+
     def held(self, place: Place, size: int) -> None:
         """We hold `size` bytes more at a place (less, below 0). Inside `changing`, when the driver has done it."""
         if place == HOST:

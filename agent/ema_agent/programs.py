@@ -5,11 +5,12 @@ copies are issued during the current step. Starting one is a look-up, two word a
 allocated, nothing is mapped and nothing is done per chunk.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ema_agent.ledger import Chunk, Lease, State
 from ema_core import wire
+from ema_core.ids import Place
 from ema_core.wire import CopyStep, Kinds
 from ema_driver.protocol import Address, Copy, Graph, Handle, Op, Stream, Wait, Words, Write
 
@@ -69,11 +70,24 @@ class Program:
     graphs: tuple[Graph, Graph]
     chunks: list[Chunk]
     seq: int = 0
+    bytes_by_place: Mapping[Place, int] = field(default_factory=dict)
+    version: int = -1
+    """The lease's version that `bytes_by_place` was counted at."""
 
     @property
     def size(self) -> int:
         """Bytes of one run."""
         return sum(s.size for s in self.steps)
+
+    def sizes(self, lease: Lease) -> Mapping[Place, int]:
+        """Bytes of one run by lender, spread evenly over the program's chunks; counted anew after chunks moved."""
+        if self.version != lease.version:
+            part = self.size // max(1, len(self.chunks))
+            sizes: dict[Place, int] = {}
+            for chunk in self.chunks:
+                sizes[chunk.place] = sizes.get(chunk.place, 0) + part
+            self.bytes_by_place, self.version = sizes, lease.version
+        return self.bytes_by_place
 
 
 class Copies:

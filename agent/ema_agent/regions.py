@@ -163,7 +163,7 @@ class Regions:
             await steward.in_thread(steward.backing.give_back, chunks, self._lease.id)
             for c in held:
                 steward.node.held(c.place, -c.size)
-        steward.freed()
+        steward.held_changed()
         steward.wake()
 
     # --- inside ------------------------------------------------------------------------------------------------------

@@ -16,10 +16,11 @@ OWNERS: frozenset[Cause] = frozenset({Cause.HEADROOM, Cause.LIMIT, Cause.DRAIN, 
 def status(agent: "Agent", now: float) -> dict[str, Any]:
     """GPUs, host memory, paths, queue and what was counted. Amounts in bytes, times in seconds, rates in bytes/s."""
     node, ledger, figures = agent.node, agent.ledger, agent.figures
-    states: dict[str, dict[str, int]] = {}
+    states: dict[str, dict[State, int]] = {}
     for c in ledger.chunks():
-        at = states.setdefault(c.place, dict.fromkeys((s.value for s in State), 0))
-        at[c.state.value] += c.size
+        if (at := states.get(c.place)) is None:
+            at = states[c.place] = dict.fromkeys(State, 0)
+        at[c.state] += c.size
     gpus = []
     for gpu, device in node.devices.items():
         info = node.memory.get(gpu)
@@ -100,6 +101,7 @@ def leases(agent: "Agent", now: float) -> list[dict[str, Any]]:
 def _lease(agent: "Agent", entry: Lease, now: float) -> dict[str, Any]:
     session = agent.sessions.get(entry.id)
     waiting = agent.steward.waiting.get(entry.id)
+    gone = [c for r in entry.regions.values() if r.torn for c in r.chunks if c is not None]
     return {
         "id": entry.id,
         "name": entry.name,
@@ -111,8 +113,8 @@ def _lease(agent: "Agent", entry: Lease, now: float) -> dict[str, Any]:
         "entitlement": agent.steward.entitlement.get(entry.id, 0),
         "wanted": entry.wanted(droppable=False) + entry.wanted(droppable=True),
         "held": {place: sum(a) for place, a in entry.held.items() if sum(a)},
-        "dropped": sum(c.size for c in entry.chunks() if c.state is State.DROPPED),
-        "lost": sum(c.size for c in entry.chunks() if c.state is State.LOST),
+        "dropped": sum(c.size for c in gone if c.state is State.DROPPED),
+        "lost": sum(c.size for c in gone if c.state is State.LOST),
         "position": waiting.position if waiting else None,
         "deadline": session.regions.deadline(now) if session else None,
         "share": session.share.mapped if session else 0,

@@ -20,7 +20,7 @@ from ema_agent.ledger import Lease, State
 from ema_agent.line import Line
 from ema_agent.node import Node
 from ema_agent.own_share import OwnShare
-from ema_agent.programs import Copies, Load, Program, Refusal, Window
+from ema_agent.programs import Copies, Load, Refusal, Window
 from ema_agent.regions import Regions
 from ema_agent.steward import Steward
 from ema_core import wire
@@ -126,7 +126,7 @@ class Session:
             self.copies.launch(program, message.seq, time.monotonic())
             return
         start = partial(self.copies.launch, program, message.seq)
-        self._submit(program, start)
+        self._lanes.submit(self.lease.id, program.sizes(self.lease), lambda: start(time.monotonic()))
 
     def _run(self, message: wire.Run) -> None:
         self._few(message.steps)
@@ -135,8 +135,8 @@ class Session:
         else:
             self._submit(*run)
 
-    def _submit(self, run: Program | Load, start: Callable[[float], None]) -> None:
-        """Start a run when it is its turn; its bytes are taken as spread evenly over its chunks."""
+    def _submit(self, run: Load, start: Callable[[float], None]) -> None:
+        """Queue a run when it is its turn; its bytes are taken as spread evenly over its chunks."""
         sizes = Counter[Place]()
         part = sum(s.size for s in run.steps) // max(1, len(run.chunks))
         for chunk in run.chunks:
@@ -208,7 +208,7 @@ class Session:
         self.steps += message.steps
 
     def look(self, now: float) -> None:
-        """From time to time, and when memory was read."""
+        """From time to time while a request waits, and when memory was read."""
         self.regions.look(now)
         self.share.look(now)
 

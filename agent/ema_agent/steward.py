@@ -26,6 +26,7 @@ T = TypeVar("T")
 BATCH: Final = 8
 """Chunks of one dirty batch: the lender sees bytes come back while the rest is still copied."""
 WORKERS: Final = 4
+INF: Final = float("inf")
 REST: Final = 0.1
 """Seconds for which a place that failed is left alone, so that a failure that lasts does not become a busy loop."""
 
@@ -83,8 +84,8 @@ class Steward:
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="ema-move")
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaving: dict[Place, set[asyncio.Task[None]]] = defaultdict(set)
-        self.freed: Callable[[], None] = lambda: None
-        """Called when bytes were given back, so that memory is read again at once."""
+        self.held_changed: Callable[[], None] = lambda: None
+        """Called when bytes were taken or given back, from any thread, so that memory is read again at once."""
         self.failed: Callable[[BaseException], None] = _raise
         """Called on the loop with what no piece of work may raise: the ledger is right no more."""
         self.may_grant: Callable[[], bool] = lambda: True
@@ -93,6 +94,8 @@ class Steward:
         """Place → until when it is left alone."""
         self.passed_over = False
         """The last plan wanted chunks that a worker thread was copying just then: plan again when that ends."""
+        self.due = INF
+        """When a plan can differ although nothing has happened: a `minHold` or a rest ends. Monotonic seconds."""
         self.settled = asyncio.Event()
         """Set whenever a plan found nothing to do and nothing is under way."""
 
@@ -152,7 +155,14 @@ class Steward:
         self._start_moves(outcome.moves, now)
         self._start_drops(outcome.drops, now)
         self._start_grants(outcome.grants, now)
+        ends = (at for lease in self.ledger.leases.values() for at in self._ends(lease) if at > now)
+        self.due = min(*ends, *self._resting.values(), INF, INF)
         return outcome
+
+    def _ends(self, lease: Lease) -> tuple[float, float]:
+        """When the two holds of a lease end; a moment later, so that a plan then surely finds them ended."""
+        hold = self.pools[lease.pool].min_hold + 1e-3
+        return lease.granted_at + hold, lease.reclaimed_at + hold
 
     # --- moves ---
 
@@ -169,8 +179,7 @@ class Steward:
                 chunks[0].lease.reclaimed_at = now
             clean = [c for c in chunks if c.state is State.CLEAN]
             dirty = [c for c in chunks if c.state is not State.CLEAN]
-            for c in chunks:
-                self.ledger.become(c, State.MOVING, place=move.target)
+            self.ledger.become_all(chunks, State.MOVING, place=move.target)
             self._start(move.source, self._relocate(clean, dirty, move, now))
 
     async def _relocate(self, clean: list[Chunk], dirty: list[Chunk], move: Move, decided: float) -> None:
@@ -179,12 +188,12 @@ class Steward:
             # The twin is there already: the lender has its bytes back before anything is copied.
             try:
                 with node.changing({move.source}):
-                    freed, stored = await self.in_thread(self._to_twin, clean)
+                    freed, stored, free_from = await self.in_thread(self._to_twin, clean)
                     self._held(move.source, -sum(c.size for c in freed))
             except DriverError as error:
                 self._failed_move([*clean, *dirty], move, move.source, error)
                 return
-            self._record(move, freed, decided, clean=True)
+            self._record(move, freed, free_from - decided, clean=True)
             dirty = stored + dirty
             if move.target == HOST:
                 self._arrived(freed, State.HOST, HOST)
@@ -192,28 +201,39 @@ class Steward:
                 await self._carry(freed, move, HOST)
         for first in range(0, len(dirty), BATCH):
             batch = dirty[first : first + BATCH]
-            if await self._carry(batch, move, move.source):
-                self._record(move, batch, decided, clean=False)
+            if (left_at := await self._carry(batch, move, move.source)) is not None:
+                self._record(move, batch, left_at - decided, clean=False)
         await self.trim()
 
-    def _to_twin(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
-        """On a worker: chunks that went to their twin, and those that a store had made dirty again (gates open)."""
+    def _to_twin(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk], float]:
+        """On a worker: chunks that went to their twin, and those that a store had made dirty again (gates open).
+
+        And the moment from which the memory of the first is free.
+        """
         backing = self.backing
         backing.take(chunks)
-        true = [c for c in chunks if c.twin is not None and not c.gate.dirty]
-        untrue = [c for c in chunks if c.twin is None or c.gate.dirty]
+        true: list[Chunk] = []
+        untrue: list[Chunk] = []
+        for c in chunks:
+            (untrue if c.twin is None or c.gate.dirty else true).append(c)
+        free_from = time.monotonic()
         if true:
+            free_from = backing.vacate(true)
+            self.held_changed()
             backing.to_twin(true)
         backing.gates.open([c.gate for c in chunks])
-        return true, untrue
+        return true, untrue, free_from
 
-    async def _carry(self, batch: list[Chunk], move: Move, source: Place) -> bool:
-        """Copy a batch to the target; on failure it stays, or goes, where it is safe. True if it arrived."""
+    async def _carry(self, batch: list[Chunk], move: Move, source: Place) -> float | None:
+        """Copy a batch to the target; on failure it stays, or goes, where it is safe.
+
+        The moment from which the memory that it left is free, or None if it did not arrive.
+        """
         if not batch:
-            return False
+            return None
         try:
             with self.node.changing({source, move.target}):
-                await self.in_thread(self._copy, batch, self._way(source, move.target))
+                free_from = await self.in_thread(self._copy, batch, self._way(source, move.target))
                 self._held(source, -sum(c.size for c in batch))
                 self._held(move.target, sum(c.size for c in batch))
         except DriverError as error:
@@ -221,10 +241,14 @@ class Steward:
                 self._held(source, -sum(c.size for c in batch))
                 source = HOST
             self._failed_move(batch, move, source, error)
-            return False
-        there = State.CLEAN if batch[0].has_true_twin else State.DIRTY
-        self._arrived(batch, State.HOST if move.target == HOST else there, move.target)
-        return True
+            return None
+        if move.target == HOST:
+            self._arrived(batch, State.HOST, HOST)
+        else:
+            twins = [c.has_true_twin for c in batch]  # a store may change it meanwhile, to the safe side
+            self._arrived([c for c, true in zip(batch, twins, strict=True) if true], State.CLEAN, move.target)
+            self._arrived([c for c, true in zip(batch, twins, strict=True) if not true], State.DIRTY, move.target)
+        return free_from
 
     def _failed_move(self, chunks: list[Chunk], move: Move, source: Place, error: DriverError) -> None:
         """The target filled up or went away, or a link hangs. The bytes are where they were; the next plan sees why."""
@@ -236,10 +260,9 @@ class Steward:
             self._rest(error, source, move.target)
         self._stay(chunks, source)
 
-    def _stay(self, chunks: Iterable[Chunk], place: Place) -> None:
+    def _stay(self, chunks: Sequence[Chunk], place: Place) -> None:
         """Chunks that were to leave are where they were."""
-        for c in chunks:
-            self.ledger.become(c, State.HOST if place == HOST else State.DIRTY, place=place)
+        self.ledger.become_all(chunks, State.HOST if place == HOST else State.DIRTY, place=place)
         self.wake()
 
     def _bar(self, source: Place, target: Place, why: DriverError) -> None:
@@ -250,22 +273,23 @@ class Steward:
         """Straight, or by host memory where that pair is barred: every lender has a true way to and from there."""
         return (target,) if HOST in (source, target) or (source, target) in self.node.paths else (HOST, target)
 
-    def _copy(self, batch: list[Chunk], way: Sequence[Place]) -> None:
+    def _copy(self, batch: list[Chunk], way: Sequence[Place]) -> float:
         backing = self.backing
         backing.take(batch)
         try:
-            for target in way:
+            left_at = backing.copy_to(batch, way[0])
+            for target in way[1:]:
                 backing.copy_to(batch, target)
+            return left_at
         finally:
             backing.gates.open([c.gate for c in batch])
 
-    def _arrived(self, chunks: Iterable[Chunk], state: State, place: Place) -> None:
-        sizes: dict[tuple[int, int], tuple[Lease, Region, int]] = {}
+    def _arrived(self, chunks: Sequence[Chunk], state: State, place: Place) -> None:
+        self.ledger.become_all(chunks, state, place=place)
+        sizes: dict[tuple[Lease, Region], int] = defaultdict(int)
         for c in chunks:
-            self.ledger.become(c, state, place=place)
-            key = (id(c.lease), id(c.region))
-            sizes[key] = (c.lease, c.region, sizes.get(key, (c.lease, c.region, 0))[2] + c.size)
-        for lease, region, size in sizes.values():
+            sizes[c.lease, c.region] += c.size
+        for (lease, region), size in sizes.items():
             self.listener.moved(lease, region, size)
 
     # --- drops ---
@@ -277,10 +301,9 @@ class Steward:
 
     def drop(self, chunks: list[Chunk], cause: Cause, now: float) -> None:
         """Give up droppable chunks of one lease at one place."""
-        for c in chunks:
-            c.lease.reclaimed_at = now
-            self.ledger.become(c, State.MOVING)
         if chunks:
+            chunks[0].lease.reclaimed_at = now
+            self.ledger.become_all(chunks, State.MOVING)
             self._start(chunks[0].place, self._drop(chunks, cause, now))
 
     async def _drop(self, chunks: list[Chunk], cause: Cause, decided: float) -> None:
@@ -288,7 +311,7 @@ class Steward:
         try:
             await self.in_thread(self.backing.take, chunks)
             with self.node.changing({place}):
-                await self.in_thread(self.backing.to_scratch, chunks, lease.id)
+                free_from = await self.in_thread(self.backing.to_scratch, chunks, lease.id)
                 self._held(place, -sum(c.size for c in chunks))
         except DriverError as error:
             self.backing.gates.open([c.gate for c in chunks])
@@ -296,15 +319,15 @@ class Steward:
             self._stay(chunks, place)
             return
         by_region: dict[int, list[int]] = defaultdict(list)
+        self.ledger.become_all(chunks, State.DROPPED)
         for c in chunks:
-            self.ledger.become(c, State.DROPPED)
             by_region[c.region.number].append(c.index)
         # The client's notice word is written before the gate opens: whoever reads scratch can know it.
         for number, indices in by_region.items():
             self.listener.dropped(lease, lease.regions[number], indices)
         self.backing.gates.open([c.gate for c in chunks])
         size = sum(c.size for c in chunks)
-        seconds = time.monotonic() - decided
+        seconds = free_from - decided
         self.listener.reclaimed(Reclaim(lease.id, place, None, size, cause, clean=True, seconds=seconds))
 
     # --- grants ---
@@ -374,13 +397,11 @@ class Steward:
 
     def _held(self, place: Place, size: int) -> None:
         self.node.held(place, size)
-        if size < 0:
-            self.freed()
+        self.held_changed()
 
-    def _record(self, move: Move, chunks: Sequence[Chunk], decided: float, *, clean: bool) -> None:
+    def _record(self, move: Move, chunks: Sequence[Chunk], seconds: float, *, clean: bool) -> None:
         if chunks and move.cause is not Cause.PROMOTE:
             size = sum(c.size for c in chunks)
-            seconds = time.monotonic() - decided
             record = Reclaim(move.lease, move.source, move.target, size, move.cause, clean=clean, seconds=seconds)
             self.listener.reclaimed(record)
 

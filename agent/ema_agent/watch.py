@@ -15,7 +15,9 @@ from ema_driver.errors import ContextLost, DriverError
 from ema_driver.protocol import MemoryDriver
 
 PERIOD: Final = 0.005
-"""Seconds between two readings."""
+"""Seconds between two readings while something is lent or waited for."""
+REST: Final = 0.05
+"""Seconds between two readings while there is nothing to guard."""
 OLD: Final = 1.0
 """Seconds after which a reading is too old to grant anything by."""
 
@@ -24,16 +26,18 @@ class Watch:
     """Reads memory on its own thread and hands readings to the loop."""
 
     def __init__(
-        self, driver: MemoryDriver, node: Node, fresh: Callable[[], None], broken: Callable[[str], None]
+        self, driver: MemoryDriver, node: Node, fresh: Callable[[], bool], broken: Callable[[str], None]
     ) -> None:
         self._driver, self._node = driver, node
         self._fresh = fresh
-        """Called on the loop after each reading."""
+        """Called on the loop after a reading that differs from the last; True if it wants the next one in any case."""
         self._broken = broken
         """Called on the loop when the driver session is lost for good."""
         self._loop = asyncio.get_running_loop()
         self._look = threading.Event()
         self._stop = False
+        self._last: tuple[object, object] = None, None
+        self._wanted = True
         self.read_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="ema-watch", daemon=True)
 
@@ -58,7 +62,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop:
-            self._look.wait(PERIOD)
+            asked = self._look.wait(PERIOD if self._wanted or self._node.lends else REST)
             self._look.clear()
             quiet = self._node.quiet()
             try:
@@ -68,7 +72,11 @@ class Watch:
                 return
             except DriverError:
                 continue
-            self._tell(lambda m=memory, q=quiet: self._take(m, q))  # type: ignore[misc]
+            late = self.age > OLD
+            self.read_at = time.monotonic()
+            if late or asked or self._wanted or self._last != (memory, quiet):
+                self._last = memory, quiet
+                self._tell(lambda m=memory, q=quiet: self._take(m, q))  # type: ignore[misc]
 
     def _tell(self, what: Callable[[], None]) -> None:
         if not self._stop:
@@ -78,6 +86,5 @@ class Watch:
                 self._stop = True  # the loop is closed
 
     def _take(self, memory: object, quiet: object) -> None:
-        self.read_at = time.monotonic()
         self._node.take(memory, quiet)  # type: ignore[arg-type]
-        self._fresh()
+        self._wanted = self._fresh()

@@ -23,7 +23,9 @@ BODY_LIMIT = 16 << 20
 MAX_FDS = 64
 ARMED = -1
 """Last word of a page file: not 0 while a stream may wait for a word of it, so that `store` rings the doorbell."""
-HIDDEN_WORDS = 1
+SLEPT = -2
+"""The word before it: not 0 once a thread has slept on any word of the page, so that `fill` wakes each."""
+HIDDEN_WORDS = 2
 """Words at the end of a page file that are not the page's users'."""
 _ANCILLARY = socket.CMSG_SPACE(MAX_FDS * 4)
 

@@ -11,7 +11,7 @@ from ema_driver import shared_memory
 from ema_driver.errors import ContextLost, InvalidUse
 from ema_driver.sim import wire
 from ema_driver.sim.channel import Channel
-from ema_driver.sim.wire import ARMED
+from ema_driver.sim.wire import ARMED, SLEPT
 
 _RECHECK = 0.1
 """Seconds after which a waiting thread looks again: not everybody who stores wakes."""
@@ -58,13 +58,19 @@ class SimWords:
 
     def fill(self, indices: Sequence[int], value: int) -> None:
         """`store` to many words; the device process is woken once."""
+        if not indices:
+            return
+        self.check(min(indices), value)
+        self.check(max(indices), value)
+        words = self._words
         for index in indices:
-            self.check(index, value)
-        for index in indices:
-            self._words[index] = value
-        for index in indices:
-            shared_memory.wake(self._base + 4 * index)
-        if self._words[ARMED]:
+            words[index] = value
+        # The first wake is the fence. A thread that marks the page after it finds the new values before it sleeps.
+        shared_memory.wake(self._base + 4 * indices[0])
+        if words[SLEPT]:
+            for index in indices[1:]:
+                shared_memory.wake(self._base + 4 * index)
+        if words[ARMED]:
             self._ring()
 
     def _ring(self) -> None:
@@ -76,6 +82,7 @@ class SimWords:
         self.check(index, value)
         address = self._base + 4 * index
         end = time.monotonic() + timeout
+        self._words[SLEPT] = 1
         while (now := self._words[index]) != value:
             left = end - time.monotonic()
             if left <= 0:

@@ -23,7 +23,7 @@ _KEPT_EVENTS = 1000
 OBJECT_LIMIT = 100_000
 """Handles, streams and graphs of one session, each."""
 PAGE_COUNT = 1000
-"""Pages of one session: each costs the device process descriptors."""
+"""Pages of a guest's session: each costs the device process descriptors."""
 
 
 class Session(Connection):

@@ -1,0 +1,302 @@
+"""What a reclaim costs: for the agent beside the driver's own calls, and for the lender that wants its memory back.
+
+    python bench/reclaim.py [--no-save]
+
+A decision takes 256 chunks at once, as 16 GiB in chunks of 64 MiB would be. Here each chunk is 64 KiB, and the links of
+the dirty runs are slower by the same factor of 1024, so that counts and times are those of 16 GiB over PCIe 5.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import ema
+from ema.share import Share
+from ema_core.ids import HOST, Place
+from ema_driver.protocol import Address
+from ema_driver.sim import SimDriver
+from record import Row, at_most, finish, percentile, plain, record
+from server import Server
+
+CHUNK = 64 << 10
+SCALE = (64 << 20) // CHUNK
+COUNT = 256
+LENT = COUNT * CHUNK
+HEADROOM = 4 << 20
+BASE = 20 << 20
+TOTAL = BASE + LENT + HEADROOM
+PCIE = 55_400_000_000
+ROUNDS = 100
+KILLS = 10
+DIRTY_ROUNDS = 8
+GIBS = COUNT * SCALE * CHUNK / 2**30
+ANSWER_MS = 3 + 1 * GIBS
+"""What a lender may wait for clean bytes."""
+DIRTY_MS = 3 + 1.1 * COUNT * SCALE * CHUNK / PCIE * 1e3
+
+
+def sim(*, delays: bool) -> dict[str, Any]:
+    return {
+        "gpus": [{"count": 2, "memory": TOTAL}],
+        "granularity": CHUNK,
+        "hostMemory": 1 << 30,
+        "linkDelays": delays,
+        "pcieRate": PCIE // SCALE,
+        "latency": "0s",
+    }
+
+
+def pool(**lending: int) -> dict[str, Any]:
+    return {
+        "chunkSize": CHUNK,
+        "lending": {"maxPerGPU": LENT, "headroom": HEADROOM, "hysteresis": 0, **lending},
+        "borrowing": {"maxPerPod": LENT},
+        "reclaim": {"hostMemory": 8 * LENT, "minHold": "0s", "spillTo": ["Host"]},
+    }
+
+
+# --- the borrower, in a process of its own ----------------------------------------------------------------------------
+
+
+def borrow(socket: str, doing: str, line: Connection) -> None:
+    """Borrow all that can be lent; then wait, run programs, or leave copies queued that nobody lets go."""
+    with ema.connect(socket, gpu=1, name="borrower") as borrower:
+        region = borrower.region(LENT, timeout=20.0)
+        data = bytes(range(256)) * (LENT // 256)
+        region.store(data, at=0).wait(30.0)
+        window = borrower.window(64, CHUNK)
+        programs = [
+            borrower.program([region.step(window[i], (first + i) * CHUNK) for i in range(64)])
+            for first in range(0, COUNT, 64)
+        ]
+        if doing == "stopped, copies queued":
+            programs[0].start()
+            programs[1].start()
+        line.send("ready")
+        if doing == "running programs":
+            while not line.poll():
+                for program in programs:
+                    program.start()
+                    for slot in window.slots:
+                        slot.wait(10.0)
+                        slot.release()
+        while (asked := line.recv()) != "end":
+            region.store(data, at=0).wait(30.0)
+            line.send(asked)
+
+
+class Borrower:
+    """The other end."""
+
+    def __init__(self, server: Server, doing: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.line, there = context.Pipe()
+        self.process = context.Process(target=borrow, args=(server.socket, doing, there), daemon=True)
+        self.process.start()
+        there.close()
+        self.line.recv()
+
+    def store(self) -> None:
+        """Have it store to every chunk."""
+        self.line.send("store")
+        self.line.recv()
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        """Let it end, or end it."""
+        self.signal(signal.SIGCONT)
+        try:
+            self.line.send("end")
+            self.process.join(10.0)
+        except BrokenPipeError:
+            pass  # it was killed
+        self.process.kill()
+        self.process.join()
+        self.line.close()
+
+
+@contextmanager
+def borrowing(server: Server, doing: str) -> Iterator[Borrower]:
+    made = Borrower(server, doing)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+# --- rounds -----------------------------------------------------------------------------------------------------------
+
+
+def until(server: Server, true: Callable[[dict[str, Any]], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not true(server.status()):
+        if time.monotonic() > end:
+            raise SystemExit(f"waited {seconds:g} s in vain: {server.status()['gpus']}")
+        time.sleep(0.01)
+
+
+def lent(status: dict[str, Any], state: str) -> int:
+    gpu = next(g for g in status["gpus"] if g["index"] == 0)
+    return int(gpu["states"].get(state, 0))
+
+
+def gone(status: dict[str, Any]) -> bool:
+    return not any(g["lent"] for g in status["gpus"])
+
+
+class Lender:
+    """A process' own GPU: it wants everything back, then leaves it idle again."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.pool = ema.connect(server.socket, gpu=0, name="lender")
+        self.share = self.pool.share(BASE + LENT)
+        self.share.grow(BASE)
+
+    def round(self) -> tuple[float, float, list[dict[str, Any]]]:
+        """Want it all: seconds of the agent's answer and until all was mapped, and the agent's own records of it."""
+        count = len(self.server.status()["counted"]["recent_reclaims"])
+        asked = self.pool.ask_share
+        answered = 0.0
+
+        def ask(share: Share, size: int, timeout: float) -> None:
+            nonlocal answered
+            began = time.perf_counter()
+            asked(share, size, timeout)
+            answered = time.perf_counter() - began
+
+        with mock.patch.object(self.pool, "ask_share", ask):
+            began = time.perf_counter()
+            self.share.grow(BASE + LENT, timeout=20.0)
+            took = time.perf_counter() - began
+        until(self.server, gone)
+        return answered, took, self.server.status()["counted"]["recent_reclaims"][count:]
+
+    def idle(self) -> None:
+        """Back to the base."""
+        self.share.shrink(BASE)
+
+    def close(self) -> None:
+        """Leave."""
+        self.pool.close()
+
+
+class Alone:
+    """The driver calls of one reclaim, by themselves: what no agent can save."""
+
+    def __init__(self, server: Server) -> None:
+        self.driver = SimDriver.connect(server.device_socket)
+        base = self.driver.reserve(LENT)
+        self.addresses = [Address(base + i * CHUNK) for i in range(COUNT)]
+
+    def seconds(self) -> float:
+        """Unmap and release, of memory that was just made."""
+        driver = self.driver
+        handles = [driver.create(Place(HOST), CHUNK) for _ in range(COUNT)]
+        driver.map(list(zip(self.addresses, handles, strict=True)))
+        began = time.perf_counter()
+        driver.unmap(self.addresses)
+        driver.release(handles)
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        """End the session."""
+        self.driver.close()
+
+
+def clean(server: Server, doing: str) -> list[Row]:
+    lender, alone = Lender(server), Alone(server)
+    answers, grows, agents, driver = [], [], [], []
+    with borrowing(server, doing) as borrower:
+        if doing == "stopped, copies queued":
+            until(server, lambda s: lent(s, "clean") == LENT)
+            borrower.signal(signal.SIGSTOP)
+        for _ in range(ROUNDS):
+            until(server, lambda s: lent(s, "clean") == LENT)
+            driver.append(alone.seconds())
+            answer, took, records = lender.round()
+            answers.append(answer)
+            grows.append(took)
+            if sum(r["bytes"] for r in records if r["clean"]) == LENT:
+                agents.append(max(r["seconds"] for r in records))
+            lender.idle()
+    lender.close()
+    alone.close()
+    own = median(driver)
+    prefix = f"clean, borrower {doing}: "
+    return [
+        plain(f"{prefix}driver calls alone, p50", own * 1e3, "ms"),
+        plain(f"{prefix}driver calls alone, p99", percentile(driver, 99) * 1e3, "ms"),
+        plain(f"{prefix}decision until bytes back, p50", percentile(agents, 50) * 1e3, "ms"),
+        at_most(2.0, f"{prefix}the same beside the driver calls, p99", (percentile(agents, 99) - own) * 1e3, "ms"),
+        plain(f"{prefix}lender asks until answer, p50", percentile(answers, 50) * 1e3, "ms"),
+        at_most(ANSWER_MS, f"{prefix}lender asks until answer, p99", percentile(answers, 99) * 1e3, "ms"),
+        plain(f"{prefix}share.grow until mapped, p50", percentile(grows, 50) * 1e3, "ms"),
+        plain(f"{prefix}share.grow until mapped, p99", percentile(grows, 99) * 1e3, "ms"),
+        plain(f"{prefix}rounds", len(agents), ""),
+    ]
+
+
+def killed(server: Server) -> list[Row]:
+    """The borrower dies with copies queued, and at the same moment the lender asks."""
+    lender, answers = Lender(server), []
+    for _ in range(KILLS):
+        with borrowing(server, "stopped, copies queued") as borrower:
+            until(server, lambda s: lent(s, "clean") == LENT)
+            borrower.signal(signal.SIGKILL)
+            answers.append(lender.round()[0])
+        lender.idle()
+    lender.close()
+    prefix = "clean, borrower killed, copies queued: "
+    return [
+        plain(f"{prefix}lender asks until answer, p50", percentile(answers, 50) * 1e3, "ms"),
+        at_most(ANSWER_MS, f"{prefix}lender asks until answer, longest", max(answers) * 1e3, "ms"),
+    ]
+
+
+def dirty(server: Server) -> list[Row]:
+    """Every chunk was stored to since it was last copied: cleaning is slowed until it plays no part."""
+    lender, agents, answers = Lender(server), [], []
+    with borrowing(server, "idle") as borrower:
+        for _ in range(DIRTY_ROUNDS):
+            until(server, lambda s: lent(s, "clean") + lent(s, "dirty") == LENT)
+            borrower.store()
+            answer, _, records = lender.round()
+            answers.append(answer)
+            agents.append(max(r["seconds"] for r in records))
+            lender.idle()
+    lender.close()
+    return [
+        at_most(DIRTY_MS, "dirty: decision until bytes back, longest", max(agents) * 1e3, "ms"),
+        plain("dirty: decision until bytes back, p50", percentile(agents, 50) * 1e3, "ms"),
+        plain("dirty: lender asks until answer, p50", percentile(answers, 50) * 1e3, "ms"),
+    ]
+
+
+def main() -> int:
+    rows: list[Row] = []
+    with Server(sim(delays=False), pool()) as server:
+        for doing in ("idle", "running programs", "stopped, copies queued"):
+            rows += clean(server, doing)
+        rows += killed(server)
+    with Server(sim(delays=True), pool(maxTraffic=1024)) as server:
+        rows += dirty(server)
+    rows.append(plain("processes that wanted a core at the end (load average)", os.getloadavg()[0], ""))
+    what = f"Reclaiming {COUNT} chunks in one decision: {GIBS:g} GiB of 64 MiB chunks, modelled by 64 KiB each"
+    return finish(record("reclaim", what, rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
