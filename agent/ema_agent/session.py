@@ -136,7 +136,7 @@ class Session:
             self._submit(*run)
 
     def _submit(self, run: Load, start: Callable[[float], None]) -> None:
-        """Queue a run when it is its turn; its bytes are taken as spread evenly over its chunks."""
+        """Start a run when it is its turn; its bytes are taken as spread evenly over its chunks."""
         sizes = Counter[Place]()
         part = sum(s.size for s in run.steps) // max(1, len(run.chunks))
         for chunk in run.chunks:
@@ -230,6 +230,7 @@ class Session:
         """The connection is gone: give everything back, whatever was queued."""
         if not self.closing:
             self.closing = self.lease.closing = True
+            self.notice.store(wire.NOTICE_OVER, 1)
             self._lanes.forget(self.lease.id)
             self._ending = asyncio.get_running_loop().create_task(self._end())
             self._ending.add_done_callback(self._steward.done)

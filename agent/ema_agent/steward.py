@@ -274,13 +274,12 @@ class Steward:
         return (target,) if HOST in (source, target) or (source, target) in self.node.paths else (HOST, target)
 
     def _copy(self, batch: list[Chunk], way: Sequence[Place]) -> float:
+        """On a worker: the moment from which the memory that the batch left is free."""
         backing = self.backing
         backing.take(batch)
         try:
-            left_at = backing.copy_to(batch, way[0])
-            for target in way[1:]:
-                backing.copy_to(batch, target)
-            return left_at
+            free_from, *_ = [backing.copy_to(batch, target) for target in way]
+            return free_from
         finally:
             backing.gates.open([c.gate for c in batch])
 

@@ -5,15 +5,17 @@ windows and shares (the client's own memory) are handed to the new agent, and ne
 """
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Self
 
-from ema import errors
-from ema.channel import Channel
+from ema import arguments, errors
+from ema.channel import Channel, failure
 from ema.program import Program
 from ema.region import Region
+from ema.runs import SLICE, Runs
 from ema.share import Share
 from ema.staging import Staging
 from ema.tickets import Ticket
@@ -22,27 +24,44 @@ from ema_core import places, wire
 from ema_core.ids import GpuId, Place
 from ema_core.wire import CopyStep
 from ema_driver import open_guest
-from ema_driver.errors import DriverError
+from ema_driver.errors import DriverError, OutOfMemory
 from ema_driver.protocol import CpuVisible, MemoryDriver, Words
 
-SLICE: Final = 0.1
 REPORT: Final = 1.0
 """Seconds between two reports of what was measured."""
 BACKOFF: Final = (0.05, 2.0)
 """Seconds until the first and between later attempts to reach an agent that is gone."""
 
 
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_LONGEST_PATH: Final = 107
+
+
 def connect(
-    socket: str | None = None, *, gpu: str | int | None = None, name: str = "", pool: str = "", timeout: float = 5.0
+    socket: str | os.PathLike[str] | None = None,
+    *,
+    gpu: str | int | None = None,
+    name: str = "",
+    pool: str = "",
+    timeout: float = 5.0,
 ) -> "Pool":
     """Connect to the node's agent.
 
     `socket` is the agent's path; without it `EMA_SOCKET`, else the local `ema up` of this user, else of the machine.
     `gpu` is this process's own GPU, by UUID or index; without it `EMA_GPU`, else the only one there is. Waits up to
-    `timeout` seconds for the agent. Raises AgentLost (nobody answers), BadInput (no such GPU or pool).
+    `timeout` seconds for the agent. Raises AgentLost (nobody answers), BadInput (no such GPU or pool; a bad name).
     """
+    if gpu is not None and (isinstance(gpu, bool) or not isinstance(gpu, str | int)):
+        raise errors.BadInput("gpu", repr(gpu), "a UUID or an index")
+    if name and not _NAME.fullmatch(name):
+        raise errors.BadInput("name", repr(name), "1 to 63 letters, digits, '.', '_' or '-'")
+    if not isinstance(pool, str):
+        raise errors.BadInput("pool", repr(pool), "the name of a MemoryPool, or nothing")
+    timeout = arguments.seconds("timeout", timeout)
     own = os.environ.get("EMA_GPU", "") if gpu is None else str(gpu)
-    paths = [socket] if socket else places.client_sockets(os.environ, os.getuid())
+    paths = [os.fspath(socket)] if socket else places.client_sockets(os.environ, os.getuid())
+    if socket and len(os.fsencode(paths[0])) > _LONGEST_PATH:
+        raise errors.BadInput("socket", paths[0], f"a path of at most {_LONGEST_PATH} bytes")
     hello = wire.Hello(wire.VERSION, gpu=own, name=name or f"pid-{os.getpid()}", pool=pool)
     end = time.monotonic() + timeout
     while True:
@@ -61,11 +80,13 @@ class Pool:
     driver: MemoryDriver
     shared: Words
     """The page of slot flags."""
+    runs: Runs
+    """Runs under way with the agent that is connected now."""
+    _notice: Words
 
     def __init__(self, path: str, hello: wire.Hello) -> None:
         self._path, self._hello = path, hello
         self._lock = threading.RLock()
-        self._runs = threading.Lock()
         self.staging = Staging(self)
         self._regions: dict[int, Region] = {}
         self._programs: dict[int, Program] = {}
@@ -73,19 +94,21 @@ class Pool:
         self._share: Share | None = None
         self._lost: dict[int, tuple[list[int], str]] = {}
         """Region → chunks that went with their GPU, and why."""
-        self._dropped: dict[int, tuple[int, list[int]]] = {}
-        """Region → its notice word when we asked, and which chunks were gone then."""
         self._pages: dict[int, list[int]] = {}
         """Pages of an answer that has not ended."""
-        self._fetched: dict[int, tuple[Region, int, int]] = {}
-        """Slot → what of a droppable region is being fetched into it."""
-        self._outstanding: list[tuple[int, int]] = []
-        """Runs under way: word and number."""
-        self._run_seq = 1
+        self._fetched: dict[int, tuple[Region, int, int, int]] = {}
+        """Slot → what of a droppable region is being fetched into it, and how often that was renewed before."""
+        self.orphans: set[int] = set()
+        """Slots that an agent which is gone was to fill."""
         self.session = 0
         """Counts the agents that this pool has been connected to."""
-        self._closed = False
+        self._closed = self._reconnecting = False
         self._broken: errors.EmaError | None = None
+        self._retired: list[Words] = []
+        """Pages of the agent before this one: threads may still look at them for a moment."""
+        self._measures = threading.Condition()
+        """Guards what is measured and counted below."""
+        self._waiters = 0
         self._waited = self._stepped = 0.0
         self._steps = 0
         self._reported = time.monotonic()
@@ -146,15 +169,20 @@ class Pool:
 
         Raises BadInput if their sum is no multiple of `granularity`, OutOfMemory, AgentLost.
         """
-        if slots < 1 or slot_bytes < 1 or (slots * slot_bytes) % self.granularity:
+        slots = arguments.whole("slots", slots, 1, wire.MAX_SLOTS)
+        slot_bytes = arguments.whole("slot_bytes", slot_bytes, 1)
+        if (slots * slot_bytes) % self.granularity:
             raise errors.BadInput("slot_bytes", f"{slots} × {slot_bytes}", f"a multiple of {self.granularity} bytes")
+        self.check_alive()
         with self._lock:
             number = _first_free(self._windows, wire.MAX_WINDOWS, "windows")
-            first = max((w.first + len(w) for w in self._windows.values()), default=0)
+            first = _first_gap([range(w.first, w.first + len(w)) for w in self._windows.values()], slots)
             try:
                 window = Window(self, number, first, slots, slot_bytes)
-            except DriverError as error:
+            except OutOfMemory as error:
                 raise errors.OutOfMemory(str(error)) from error
+            except DriverError as error:
+                raise errors.EmaError(f"the driver refused the window: {error}") from error
             try:
                 self._hand_over(window)
             except errors.EmaError:
@@ -169,11 +197,12 @@ class Pool:
         Raises PoolFull (with the place in the queue) if they are not to be had within `timeout` seconds, LimitReached,
         AgentLost, BadInput.
         """
-        if size < 1:
-            raise errors.BadInput("size", size, "1 or more bytes")
+        size, timeout = arguments.whole("size", size, 1), arguments.seconds("timeout", timeout)
+        self.check_alive()
         with self._lock:
-            region = Region(self, _first_free(self._regions, wire.MAX_REGIONS, "regions"), droppable=droppable)
+            region = Region(self, _first_free(self._regions, wire.MAX_REGIONS, "regions"), droppable=bool(droppable))
             self._regions[region.number] = region
+            self._lost.pop(region.number, None)  # of an earlier region with this number
         try:
             region.grow(size, timeout)
         except BaseException:
@@ -183,10 +212,18 @@ class Pool:
 
     def program(self, steps: Sequence[CopyStep], *, store: bool = False) -> Program:
         """Register copies (`Region.step`) that are the same at every step of a model. Raises BadInput, AgentLost."""
+        steps = list(steps)
+        if not 1 <= len(steps) <= wire.MAX_COPIES:
+            raise errors.BadInput("steps", len(steps), f"1 to {wire.MAX_COPIES} of Region.step")
+        for at, step in enumerate(steps):
+            if not isinstance(step, CopyStep):
+                raise errors.BadInput(f"steps[{at}]", repr(step)[:80], "what Region.step gives")
+            if (region := self._regions.get(step.region)) is not None and region.droppable:
+                raise errors.BadInput(f"steps[{at}]", f"of region {step.region}", "of a region that is not droppable")
         with self._lock:
             number = _first_free(self._programs, wire.MAX_PROGRAMS, "programs")
-            answer = self.ask(lambda i: wire.OpenProgram(i, number, store, list(steps)))
-            program = Program(self, number, answer.value if isinstance(answer, wire.Done) else 0)
+            answer = self.ask(lambda i: wire.OpenProgram(i, number, store, steps))
+            program = Program(self, number, steps, answer.value if isinstance(answer, wire.Done) else 0)
             self._programs[number] = program
         return program
 
@@ -195,11 +232,11 @@ class Pool:
 
         Making it opts in: until then the GPU that a client runs on lends nothing.
         """
+        size = arguments.whole("size", size, self.chunk)
+        self.check_alive()
         with self._lock:
             if self._share is not None:
                 raise errors.InUse("this pool has a share already; grow that one or close it first")
-            if size < self.chunk:
-                raise errors.BadInput("size", size, f"at least one chunk of {self.chunk} bytes")
             self._share = Share(self, size - size % self.chunk)
             self.share_is()
             return self._share
@@ -210,14 +247,18 @@ class Pool:
             if self._closed:
                 return
             self._closed = True
+        self.runs.finished = errors.EmaError("this pool is closed")
         self._channel.close()
+        with self._measures:
+            # Who waits looks up at least every SLICE seconds, and must not find its page gone.
+            self._measures.wait_for(lambda: self._waiters == 0, 10 * SLICE)
         if self._share is not None:
             self._share.shrink(0)
         for window in list(self._windows.values()):
             window.free()
         self._windows.clear()
-        self.shared.close()
-        self._notice.close()
+        for page in (self.shared, self._notice, *self._retired):
+            page.close()
         self.driver.close()
 
     def __enter__(self) -> Self:
@@ -234,64 +275,13 @@ class Pool:
             region = self._regions.get(step.region)
             if region is None or not region.droppable:
                 continue
-            self._check_dropped(region, step.at, step.size)
+            region.check_dropped(step.at, step.size)
             if not store:
                 # It may be dropped before the copy is made: looked at again when the slot is waited for.
-                self._fetched[step.slot] = (region, step.at, step.size)
-        with self._runs:
-            self.check_alive()
-            seq = self._run_seq
-            if any(word == wire.run_word(-1, seq) and not self.run_ended(word, n) for word, n in self._outstanding):
-                # The run before last goes on and the last one has ended: the free word belongs to the next number.
-                seq += 1
-            word = wire.run_word(-1, seq)
-            self._admit(word, seq)
-            self._run_seq = seq + 1
-            self._channel.send(wire.Run(seq, store, steps))
-        return Ticket(self, word, seq)
-
-    def start(self, program: Program, session: int, seq: int) -> Ticket:
-        """Start a program's run."""
-        if session != self.session:
-            raise errors.AgentLost(f"program {program.number} was lost with the agent that ran it; make it again")
-        with self._runs:
-            self.check_alive()
-            word = wire.run_word(program.number, seq)
-            self._admit(word, seq)
-            self._channel.send(wire.Start(program.number, seq))
-        return Ticket(self, word, seq)
-
-    def run_ended(self, word: int, seq: int) -> bool:
-        """Whether a run has been started and has ended."""
-        load = self._notice.load
-        started = load(wire.NOTICE_STARTED + word)
-        number = seq & 0xFFFFFFFF
-        return (started == number and load(wire.NOTICE_RUNS + word) == 0) or 0 < (
-            started - number
-        ) & 0xFFFFFFFF < 1 << 31
-
-    def wait_run(self, word: int, seq: int, timeout: float | None = None) -> None:
-        """Wait until a run has ended. Raises TimedOut, AgentLost, DataLost."""
-        end = None if timeout is None else time.monotonic() + timeout
-        while not self.run_ended(word, seq):
-            self.check_alive()
-            self.check_lost(None)
-            left = SLICE if end is None else min(SLICE, end - time.monotonic())
-            if left <= 0:
-                raise errors.TimedOut(f"the copies did not end in {timeout} s")
-            if self._notice.load(wire.NOTICE_STARTED + word) != seq & 0xFFFFFFFF:
-                self._notice.wait(wire.NOTICE_STARTED + word, seq & 0xFFFFFFFF, left)
-            else:
-                self._notice.wait(wire.NOTICE_RUNS + word, 0, left)
-
-    def _admit(self, word: int, seq: int) -> None:
-        while True:
-            self._outstanding = [r for r in self._outstanding if not self.run_ended(*r)]
-            same = [r for r in self._outstanding if r[0] == word]
-            if not same and len(self._outstanding) < wire.OUTSTANDING:
-                self._outstanding.append((word, seq))
-                return
-            self.wait_run(*(same or self._outstanding)[0])
+                self._fetched[step.slot] = (region, step.at, step.size, region.renewals)
+        if self.orphans:
+            self.orphans.difference_update(s.slot for s in steps)
+        return self.runs.run(steps, store=store)
 
     # --- checks before data is used ---
 
@@ -304,41 +294,42 @@ class Pool:
         if self._channel.lost is not None:
             raise errors.AgentLost(self._channel.lost)
 
-    def check_lost(self, region: int | None) -> None:
-        """Raise DataLost if chunks of the region (of any, for None) went with their GPU."""
-        for number, (chunks, cause) in self._lost.items():
-            if region is None or number == region:
-                raise errors.DataLost(number, chunks, cause)
+    def check_lost(self, regions: Iterable[int]) -> None:
+        """Raise DataLost if chunks of these regions went with their GPU."""
+        if self._lost:
+            for number in regions:
+                if (lost := self._lost.get(number)) is not None:
+                    raise errors.DataLost(number, *lost)
+
+    def check_slot(self, slot: int) -> None:
+        """Raise what keeps a slot from being handed over: AgentLost, DataLost, or a refusal."""
+        if slot in self.orphans:
+            self.orphans.discard(slot)
+            raise errors.AgentLost(f"slot {slot} was to be filled by an agent that is gone; fetch again")
+        self.runs.check_slot(slot, list(self._programs.values()))
 
     def check_fetched(self, slot: int) -> None:
         """Raise Reclaimed if what was fetched into the slot had been dropped."""
-        fetched = self._fetched.pop(slot, None)
+        fetched = self._fetched.pop(slot, None) if self._fetched else None
         if fetched is not None:
+            region, at, size, renewals = fetched
             try:
-                self._check_dropped(*fetched)
+                region.check_dropped(at, size, renewals)
             except errors.Reclaimed:
                 self.shared.store(slot * wire.SLOT_WORDS + wire.SLOT_FLAG, wire.EMPTY)
                 raise
 
-    def _check_dropped(self, region: Region, at: int, size: int) -> None:
-        drops = self._notice.load(wire.NOTICE_REGIONS + region.number)
-        known = self._dropped.get(region.number)
-        if (known is None and drops == 0) or (known is not None and known == (drops, [])):
-            return
-        chunks = self.dropped_chunks(region) if known is None or known[0] != drops else known[1]
-        if gone := region.covers(chunks, at, size):
-            raise errors.Reclaimed(region.number, gone, self.chunk)
+    def drops(self, region: Region) -> int:
+        """How often chunks of regions with this number were dropped."""
+        return self._notice.load(wire.NOTICE_REGIONS + region.number)
 
     def dropped_chunks(self, region: Region) -> list[int]:
         """Ask which chunks of a region are gone."""
-        drops = self._notice.load(wire.NOTICE_REGIONS + region.number)
         with self._lock:
             self._pages[region.number] = []
             answer = self.ask(lambda i: wire.AskDropped(i, region.number))
             rest = answer.chunks if isinstance(answer, wire.Dropped) else []
-            chunks = self._pages.pop(region.number) + rest
-            self._dropped[region.number] = (drops, chunks)
-        return chunks
+            return self._pages.pop(region.number) + rest
 
     # --- for the objects made from it ---
 
@@ -367,34 +358,44 @@ class Pool:
         """The mapped bytes, where the CPU can map them too."""
         return self.driver.view(address, size) if isinstance(self.driver, CpuVisible) else None
 
+    def begin_wait(self) -> None:
+        """A thread is about to wait for a word of the pages. Raises EmaError if the pool is closed."""
+        with self._measures:
+            if self._closed:
+                raise errors.EmaError("this pool is closed")
+            self._waiters += 1
+
+    def end_wait(self) -> None:
+        """It waits no more."""
+        with self._measures:
+            self._waiters -= 1
+            self._measures.notify_all()
+
     def waited(self, seconds: float) -> None:
         """Count exposed waiting."""
-        self.exposed_wait += seconds
-        self._waited += seconds
+        with self._measures:
+            self.exposed_wait += seconds
+            self._waited += seconds
 
-    def stepped(self, seconds: float) -> None:
+    def stepped(self, seconds: float, now: float) -> None:
         """Count a step, and report now and then."""
-        self._stepped += seconds
-        self._steps += 1
-        now = time.monotonic()
-        if now - self._reported > REPORT and self.alive:
+        with self._measures:
+            self._stepped += seconds
+            self._steps += 1
+            if now - self._reported <= REPORT or not self.alive:
+                return
             self._reported = now
             report = wire.Report(self._waited, self._stepped, self._steps)
             self._waited = self._stepped = 0.0
             self._steps = 0
-            self._channel.send(report)
+        self._channel.send(report)
 
     def forget_region(self, region: Region) -> None:
         """The region is closed."""
         with self._lock:
             if self._regions.get(region.number) is region:
                 del self._regions[region.number]
-                self._dropped.pop(region.number, None)
                 self._lost.pop(region.number, None)
-
-    def forget_dropped(self, region: Region) -> None:
-        """The region's dropped chunks were renewed."""
-        self._dropped[region.number] = (self._notice.load(wire.NOTICE_REGIONS + region.number), [])
 
     def forget_program(self, program: Program) -> None:
         """The program is closed."""
@@ -431,13 +432,19 @@ class Pool:
             channel.fds = []
         with self._lock:
             self._welcome = welcome
+            if self.session:
+                gone = "it went with the agent that ran it; an agent is there again"
+                self.runs.finished = errors.AgentLost(gone)
+                self.orphans.update(self.runs.into, *(p.slots for p in self._programs.values()))
+                retired, self._retired = self._retired, [self.shared, self._notice]
+                for page in retired:
+                    page.close()
             self.shared, self._notice = new_shared, new_notice
+            self.runs = Runs(self, channel, new_shared, new_notice)
             self._regions.clear()
             self._programs.clear()
-            for kept in (self._lost, self._dropped, self._pages, self._fetched):
+            for kept in (self._lost, self._pages, self._fetched):
                 kept.clear()
-            self._outstanding = []
-            self._run_seq = 1
             self.session += 1
             self._channel = channel
             channel.listen()
@@ -468,8 +475,11 @@ class Pool:
             os.close(fd)
 
     def _lost_agent(self, _why: str) -> None:
-        if not self._closed:
-            threading.Thread(target=self._reconnect, name="ema-reconnect", daemon=True).start()
+        with self._lock:
+            if self._closed or self._reconnecting:
+                return
+            self._reconnecting = True
+        threading.Thread(target=self._reconnect, name="ema-reconnect", daemon=True).start()
 
     def _reconnect(self) -> None:
         pause, most = BACKOFF
@@ -478,10 +488,20 @@ class Pool:
             pause = min(most, 2 * pause)
             try:
                 channel = Channel(self._path, self._hello, self._event, self._lost_agent)
+            except errors.EmaError:
+                continue
+            try:
                 self._adopt(channel)
             except (errors.EmaError, DriverError):
+                channel.close()
                 continue
-            return
+            with self._lock:
+                # It may have gone again already, unheard while this flag was up.
+                if channel.lost is None:
+                    self._reconnecting = False
+                    break
+        if self._closed:
+            self._channel.close()
 
     def _event(self, message: wire.AgentMessage) -> None:
         if isinstance(message, wire.Moved):
@@ -497,7 +517,10 @@ class Pool:
             self.queue_position = message.position
             self.queue_deadline = time.monotonic() + message.deadline
         elif isinstance(message, wire.Refused):
-            self._broken = errors.EmaError(f"the agent refused what this library sent: {message.message}")
+            if message.word >= 0:
+                self.runs.refuse(message.word, message.seq, failure(message))
+            else:
+                self._broken = errors.EmaError(f"the agent refused what this library sent: {message.message}")
 
 
 def _first_free(taken: dict[int, Region] | dict[int, Program] | dict[int, Window], most: int, what: str) -> int:
@@ -505,3 +528,14 @@ def _first_free(taken: dict[int, Region] | dict[int, Program] | dict[int, Window
     if number is None:
         raise errors.InUse(f"{most} {what} are open, the most there can be: close one first")
     return number
+
+
+def _first_gap(taken: list[range], slots: int) -> int:
+    first = 0
+    for used in sorted(taken, key=lambda r: r.start):
+        if used.start - first >= slots:
+            break
+        first = used.stop
+    if first + slots > wire.MAX_SLOTS:
+        raise errors.InUse(f"no {slots} of {wire.MAX_SLOTS} slots are left: close a window first")
+    return first

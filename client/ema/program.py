@@ -1,11 +1,13 @@
 """A program: copies that are the same at every step of a model, registered once and started with one message."""
 
-import itertools
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ema import errors
 from ema.tickets import Ticket
 from ema_core import wire
+from ema_core.wire import CopyStep
 
 if TYPE_CHECKING:
     from ema.pool import Pool
@@ -18,30 +20,40 @@ class Program:
     made during the current one.
     """
 
-    def __init__(self, pool: "Pool", number: int, size: int) -> None:
+    def __init__(self, pool: "Pool", number: int, steps: Sequence[CopyStep], size: int) -> None:
         self._pool = pool
-        self._session = pool.session
+        self._runs = pool.runs
         self.number = number
+        self.steps = steps
+        self.slots = frozenset(s.slot for s in steps)
         self.size = size
         """Bytes of one run."""
-        self._seq = itertools.count(1)
         self._began: float | None = None
         self.closed = False
 
     def start(self) -> Ticket:
-        """Start a run: one message. Waits only while two are under way. Raises AgentLost, DataLost."""
-        seq = next(self._seq)
+        """Start a run: one message. Waits only while two are under way.
+
+        Raises AgentLost, DataLost, EmaError (closed).
+        """
+        if self.closed:
+            raise errors.EmaError(f"program {self.number} is closed")
+        pool = self._pool
+        if self._runs is not pool.runs:
+            raise errors.AgentLost(f"program {self.number} was lost with the agent that ran it; make it again")
         now = time.monotonic()
         if self._began is not None:
-            self._pool.stepped(now - self._began)
+            pool.stepped(now - self._began, now)
         self._began = now
-        return self._pool.start(self, self._session, seq)
+        if pool.orphans:
+            pool.orphans -= self.slots
+        return self._runs.start(self)
 
     def close(self) -> None:
         """Give the program up; its runs must have ended (InUse). Twice is harmless."""
         if self.closed:
             return
-        if self._session == self._pool.session and self._pool.alive:
+        if self._runs is self._pool.runs and self._pool.alive:
             self._pool.ask(lambda i: wire.CloseProgram(i, self.number))
         self.closed = True
         self._pool.forget_program(self)

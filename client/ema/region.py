@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ema import errors
+from ema import arguments, errors
 from ema.tickets import Ended, Ticket
 from ema.window import Slot
 from ema_core import wire
@@ -29,13 +29,22 @@ class Region:
         self.rate = pool.rate
         """Bytes per second at which the slowest part is fetched now, as far as the agent has said."""
         self.closed = False
+        self._gone: tuple[int, list[int]] | None = None
+        """The notice word when we asked, and which chunks were gone then."""
+        self.renewals = 0
+        """How often chunks of it were renewed."""
+        self._renewed: dict[int, int] = {}
+        """Chunk → the renewal it came with."""
 
     def grow(self, size: int, timeout: float = 2.0) -> None:
         """Make the region at least `size` bytes large; all of it, or nothing changes.
 
         Raises PoolFull when `timeout` seconds were not enough, LimitReached, AgentLost, BadInput.
         """
+        size, timeout = arguments.whole("size", size, 1), arguments.seconds("timeout", timeout)
         self.check()
+        if size <= self.size:
+            return
         answer = self._pool.ask_for_memory(lambda i: wire.GrowRegion(i, self.number, size, self.droppable, timeout))
         if isinstance(answer, wire.Done):
             self.size = answer.value
@@ -43,6 +52,7 @@ class Region:
     def shrink(self, size: int) -> None:
         """Give back what is beyond `size` bytes. Raises InUse while a program copies it, AgentLost, BadInput."""
         self.check()
+        size = arguments.whole("size", size, 0, self.size)
         self._pool.ask(lambda i: wire.ShrinkRegion(i, self.number, size))
         self.size = -(-size // self._pool.chunk) * self._pool.chunk
         if not self.size:
@@ -53,7 +63,7 @@ class Region:
         if self.closed:
             return
         if self._session == self._pool.session and self._pool.alive:
-            self.shrink(0)
+            self._pool.ask(lambda i: wire.ShrinkRegion(i, self.number, 0))
         self._retire()
 
     def store(self, source: Slot | Buffer, at: int, size: int | None = None) -> Ticket:
@@ -65,13 +75,10 @@ class Region:
         self.check()
         if isinstance(source, Slot):
             step = self.step(source, at, size)
+            ticket = self._pool.run([step], store=True)
             source.fill()
-            try:
-                return self._pool.run([step], store=True)
-            except errors.EmaError:
-                source.reset()
-                raise
-        self._pool.staging.store(self, at, memoryview(source).cast("B"))
+            return ticket
+        self._pool.staging.store(self, *self._span(at, arguments.buffer("source", source, writable=False), size))
         return Ended()
 
     def fetch(self, at: int, into: Slot | bytearray | memoryview, size: int | None = None) -> Ticket:
@@ -83,31 +90,55 @@ class Region:
         self.check()
         if isinstance(into, Slot):
             return self._pool.run([self.step(into, at, size)], store=False)
-        self._pool.staging.fetch(self, at, memoryview(into).cast("B"))
+        self._pool.staging.fetch(self, *self._span(at, arguments.buffer("into", into, writable=True), size))
         return Ended()
 
-    def step(self, slot: Slot, at: int = 0, size: int | None = None, slot_at: int = 0) -> CopyStep:
+    def step(self, slot: object, at: int = 0, size: int | None = None, slot_at: int = 0) -> CopyStep:
         """One step of a program between this region and a slot. Raises BadInput."""
-        length = slot.size - slot_at if size is None else size
-        if at < 0 or length < 1 or at + length > self.size:
-            raise errors.BadInput("at", f"{at}+{length}", f"within the region's {self.size} bytes")
+        if not isinstance(slot, Slot) or slot.pool is not self._pool:
+            raise errors.BadInput("slot", repr(slot)[:80], "a slot of a window of this region's pool")
+        if slot.closed:
+            raise errors.BadInput("slot", f"{slot.number} of a closed window", "a slot of an open window")
+        slot_at = arguments.whole("slot_at", slot_at, 0, slot.size - 1)
+        length = arguments.whole("size", slot.size - slot_at if size is None else size, 1, slot.size - slot_at)
+        self._within(at, length)
         return CopyStep(self.number, at, length, slot.number, slot_at)
 
     def gone(self) -> list[int]:
         """Chunks whose bytes were dropped, by index. Always empty for a region that is not droppable."""
         self.check()
-        return self._pool.dropped_chunks(self)
+        drops = self._pool.drops(self)
+        chunks = self._pool.dropped_chunks(self)
+        self._gone = (drops, chunks)
+        return chunks
 
     def renew(self, timeout: float = 2.0) -> list[int]:
         """Ask for new memory (zeros) in place of dropped chunks; the chunks whose bytes have to be made again.
 
         Raises PoolFull, AgentLost.
         """
+        timeout = arguments.seconds("timeout", timeout)
         chunks = self.gone()
         if chunks:
             self._pool.ask_for_memory(lambda i: wire.RenewRegion(i, self.number, timeout))
-            self._pool.forget_dropped(self)
+            # A fetch that began before this may have read what was dropped, or zeros.
+            self.renewals += 1
+            self._renewed.update(dict.fromkeys(chunks, self.renewals))
+            self._gone = None
         return chunks
+
+    def check_dropped(self, at: int, size: int, renewals: int | None = None) -> None:
+        """Raise Reclaimed if any of `size` bytes from `at` on are gone, or were renewed since `renewals` renewals."""
+        drops = self._pool.drops(self)
+        if drops == 0:
+            return
+        if self._gone is None or self._gone[0] != drops:
+            self.gone()
+        gone = set(self._gone[1] if self._gone is not None else ())
+        if renewals is not None and renewals != self.renewals:
+            gone.update(c for c, n in self._renewed.items() if n > renewals)
+        if gone and (hit := self.covers(sorted(gone), at, size)):
+            raise errors.Reclaimed(self.number, hit, self._pool.chunk)
 
     def check(self) -> None:
         """Raise if the region is closed, or was borrowed from an agent that is gone."""
@@ -116,12 +147,22 @@ class Region:
         if self._session != self._pool.session:
             raise errors.AgentLost(f"region {self.number} was lost with the agent that held it; make it again")
         self._pool.check_alive()
-        self._pool.check_lost(self.number)
+        self._pool.check_lost((self.number,))
 
     def covers(self, chunks: Sequence[int], at: int, size: int) -> list[int]:
         """Those of the chunks that hold any of `size` bytes from `at` on."""
         first, last = at // self._pool.chunk, (at + size - 1) // self._pool.chunk
         return [c for c in chunks if first <= c <= last]
+
+    def _within(self, at: int, size: int) -> None:
+        at = arguments.whole("at", at, 0)
+        if at + size > self.size:
+            raise errors.BadInput("at", f"{at}+{size}", f"within the region's {self.size} bytes")
+
+    def _span(self, at: int, data: memoryview, size: int | None) -> tuple[int, memoryview]:
+        length = arguments.whole("size", len(data) if size is None else size, 1, len(data))
+        self._within(at, length)
+        return at, data[:length]
 
     def _retire(self) -> None:
         self.closed = True

@@ -7,8 +7,8 @@ so the owner never has less than its full static share. Growth beyond the share 
 import threading
 from typing import TYPE_CHECKING
 
-from ema import errors
-from ema_driver.errors import OutOfMemory
+from ema import arguments, errors
+from ema_driver.errors import DriverError, OutOfMemory
 
 if TYPE_CHECKING:
     from ema.pool import Pool
@@ -26,6 +26,7 @@ class Share:
         """Bytes of the static share: whole pages."""
         self._pages: list[tuple[Address, Handle, memoryview | None]] = []
         self._lock = threading.Lock()
+        self.closed = False
         self.beyond: Region | None = None
         """What was borrowed beyond the share; None while nothing is."""
 
@@ -41,14 +42,17 @@ class Share:
 
     def page(self, index: int) -> memoryview:
         """A local page's bytes, where the driver maps them for the CPU."""
-        view = self._pages[index][2]
+        view = self._page(index)[2]
         if view is None:
             raise errors.EmaError("this driver's memory is not mapped for the CPU; use the page's address on the GPU")
         return view
 
     def address(self, index: int) -> int:
         """Where a local page is mapped on the client's GPU."""
-        return int(self._pages[index][0])
+        return int(self._page(index)[0])
+
+    def _page(self, index: int) -> "tuple[Address, Handle, memoryview | None]":
+        return self._pages[arguments.whole("index", index, 0, len(self._pages) - 1)]
 
     def grow(self, size: int, timeout: float = 2.0) -> None:
         """Use `size` bytes in all: the share first, and beyond it borrowed memory.
@@ -56,9 +60,12 @@ class Share:
         Raises OutOfMemory if even the share cannot be had, PoolFull or LimitReached if the rest cannot be borrowed;
         what was there before stays.
         """
+        size, timeout = arguments.whole("size", size, 0), arguments.seconds("timeout", timeout)
         pages = -(-size // self.page_bytes)
         own = min(pages, self.size // self.page_bytes)
         with self._lock:
+            if self.closed:
+                raise errors.EmaError("this share is closed")
             if own > len(self._pages):
                 self._grow_own(own, timeout)
             if (rest := pages - own) > 0:
@@ -69,7 +76,7 @@ class Share:
 
     def shrink(self, size: int) -> None:
         """Use only `size` bytes in all: borrowed ones go first, then the last pages of the share."""
-        pages = -(-size // self.page_bytes)
+        pages = -(-arguments.whole("size", size, 0) // self.page_bytes)
         with self._lock:
             own = min(pages, len(self._pages))
             if self.beyond is not None:
@@ -83,6 +90,7 @@ class Share:
 
     def close(self) -> None:
         """Give everything back. Twice is harmless."""
+        self.closed = True
         self.shrink(0)
         self._pool.forget_share(self)
 
@@ -96,6 +104,10 @@ class Share:
             driver.release(made)
             self._pool.share_is()
             raise errors.OutOfMemory(str(error)) from error
+        except DriverError as error:
+            driver.release(made)
+            self._pool.share_is()
+            raise errors.EmaError(f"the driver refused: {error}") from error
         addresses = [driver.reserve(self.page_bytes) for _ in made]
         driver.map(list(zip(addresses, made, strict=True)))
         view = self._pool.view

@@ -1,35 +1,42 @@
 """Tickets: copies under way, waited for on a thread or in an event loop."""
 
-import asyncio
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ema.pool import Pool
+    from ema.program import Program
+    from ema.runs import Runs
+    from ema_core.wire import CopyStep
 
 
 class Ticket:
-    """Copies that were sent to the agent."""
+    """Copies that were sent to the agent: `await` it, or `wait`."""
 
-    def __init__(self, pool: "Pool", word: int, seq: int) -> None:
-        self._pool, self._word, self._seq = pool, word, seq
+    __slots__ = ("_runs", "of", "seq", "word")
+
+    def __init__(self, runs: "Runs", word: int, seq: int, of: "Program | Sequence[CopyStep]") -> None:
+        self._runs, self.word, self.seq, self.of = runs, word, seq, of
 
     @property
     def done(self) -> bool:
         """Whether all of its copies have been made."""
-        return self._pool.run_ended(self._word, self._seq)
+        return self._runs.ended(self.word, self.seq)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all of its copies have been made. Raises TimedOut, AgentLost, DataLost."""
-        self._pool.wait_run(self._word, self._seq, timeout)
+        """Wait until all of its copies have been made. Raises TimedOut, AgentLost, DataLost, BadInput."""
+        self._runs.wait(self, timeout)
 
     def __await__(self) -> Generator[None, None, None]:
         if not self.done:
-            yield from asyncio.to_thread(self.wait).__await__()
+            from ema import aio  # noqa: PLC0415 - asyncio would triple the import time of who does not use it
+
+            yield from aio.in_thread(self.wait).__await__()
 
 
 class Ended(Ticket):
     """Copies that were waited for already."""
+
+    __slots__ = ()
 
     def __init__(self) -> None:
         """Nothing is left to wait for."""

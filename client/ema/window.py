@@ -9,8 +9,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from ema import errors
+from ema import arguments, errors
 from ema_core import wire
+from ema_driver.errors import DriverError
 from ema_driver.protocol import Handle, Words
 
 if TYPE_CHECKING:
@@ -24,10 +25,11 @@ class Slot:
     """One slot. `view` is its memory; `number` is its place among all slots of the pool."""
 
     def __init__(self, pool: "Pool", number: int, size: int, view: memoryview | None, address: int) -> None:
-        self._pool = pool
+        self._pool = self.pool = pool
         self.number = number
         self.size = size
         """Bytes."""
+        self.closed = False
         self.address = address
         """Where the slot is mapped on the client's GPU."""
         self._view = view
@@ -36,6 +38,7 @@ class Slot:
     @property
     def view(self) -> memoryview:
         """The slot's bytes, writable, where the driver maps them for the CPU. Raises EmaError elsewhere."""
+        self._check_open()
         if self._view is None:
             raise errors.EmaError("this driver's memory is not mapped for the CPU; use the slot's address on the GPU")
         return self._view
@@ -48,6 +51,7 @@ class Slot:
     @property
     def full(self) -> bool:
         """Whether the slot holds bytes now."""
+        self._check_open()
         return self._pool.shared.load(self._word + wire.SLOT_FLAG) == wire.FULL
 
     def wait(self, timeout: float | None = None, *, needed_at: float = 0.0) -> memoryview | None:
@@ -78,29 +82,44 @@ class Slot:
 
     def reset(self) -> None:
         """Begin anew with an empty slot, after a failure."""
+        self._check_open()
         self._pool.shared.store(self._word + wire.SLOT_FLAG, wire.EMPTY)
 
+    def _check_open(self) -> None:
+        if self.closed:
+            raise errors.EmaError(f"the window of slot {self.number} is closed")
+
     def _hand_over(self, value: int) -> None:
+        self._check_open()
         shared = self._pool.shared
         shared.store(self._word + wire.SLOT_USED, shared.load(self._word + wire.SLOT_COPIED))
         shared.store(self._word + wire.SLOT_FLAG, value)
 
     def _until(self, value: int, timeout: float | None, needed_at: float) -> None:
-        word = self._word + wire.SLOT_FLAG
-        if self._pool.shared.load(word) == value:
+        timeout = arguments.patience("timeout", timeout)
+        self._check_open()
+        pool, word = self._pool, self._word + wire.SLOT_FLAG
+        runs = pool.runs
+        if runs.shared.load(word) == value:
+            runs.believe()
             return
         began = time.monotonic()
         end = None if timeout is None else began + timeout
+        pool.begin_wait()
         try:
             while True:
-                self._pool.check_alive()
+                if pool.runs is not runs:
+                    raise errors.AgentLost(f"the agent that was to hand slot {self.number} over is gone; fetch again")
+                pool.check_slot(self.number)
                 left = SLICE if end is None else min(SLICE, end - time.monotonic())
-                if self._pool.shared.wait(word, value, max(0.0, left)):
+                if runs.shared.wait(word, value, max(0.0, left)):
+                    runs.believe()
                     return
                 if end is not None and time.monotonic() >= end:
                     raise errors.TimedOut(f"slot {self.number} was not handed over in {timeout} s")
         finally:
-            self._pool.waited(max(0.0, time.monotonic() - max(began, needed_at)))
+            pool.end_wait()
+            pool.waited(max(0.0, time.monotonic() - max(began, needed_at)))
 
 
 class Window:
@@ -111,9 +130,14 @@ class Window:
         self.number, self.first, self.slot_bytes = number, first, slot_bytes
         self.size = slots * slot_bytes
         driver = pool.driver
-        self._handle: Handle | None = driver.create(pool.gpu, self.size)
-        self._address = driver.reserve(self.size)
-        driver.map([(self._address, self._handle)])
+        handle = driver.create(pool.gpu, self.size)
+        try:
+            self._address = driver.reserve(self.size)
+            driver.map([(self._address, handle)])
+        except DriverError:
+            driver.release([handle])
+            raise
+        self._handle: Handle | None = handle
         view = pool.view(int(self._address), self.size)
         self.slots: list[Slot] = []
         for i in range(slots):
@@ -151,6 +175,7 @@ class Window:
         driver = self._pool.driver
         for slot in self.slots:
             slot._view = None  # noqa: SLF001 - a window and its slots are one thing
+            slot.closed = True
         if self._view is not None:
             self._view.release()
             self._view = None

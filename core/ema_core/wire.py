@@ -49,7 +49,10 @@ NOTICE_STARTED: Final = NOTICE_RUNS + RUN_WORDS
 its word in NOTICE_RUNS is 0."""
 NOTICE_REGIONS: Final = NOTICE_STARTED + RUN_WORDS
 """First of the words that count, per region, how often chunks of it were dropped."""
-NOTICE_WORDS: Final = NOTICE_REGIONS + MAX_REGIONS
+NOTICE_OVER: Final = NOTICE_REGIONS + MAX_REGIONS
+"""1 once the session is over: from then on the agent hands slots over in the client's place, so that what is queued
+passes. Whoever saw a slot handed over, or a run end, looks here before it believes it."""
+NOTICE_WORDS: Final = NOTICE_OVER + 1
 OUTSTANDING: Final = 2
 """Runs that one client may have under way at once. One more is refused: it would block the agent's launching thread."""
 

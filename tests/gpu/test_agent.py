@@ -33,7 +33,16 @@ Record = Callable[[str, object], None]
 def agent(folder: Path) -> Iterator[str]:
     """`ema up` in a process of its own; the client socket."""
     (folder / "pool.yaml").write_text(POOL, "utf-8")
-    command = [sys.executable, "-c", "from ema_cli.main import run; run()", "up", "--driver", "cuda"]
+    command = [
+        sys.executable,
+        "-X",
+        "faulthandler",
+        "-c",
+        "from ema_cli.main import run; run()",
+        "up",
+        "--driver",
+        "cuda",
+    ]
     command += ["--pool", str(folder / "pool.yaml"), "--folder", str(folder), "--metrics", "off"]
     log = folder / "agent.log"
     with log.open("w", encoding="utf-8") as output:
@@ -47,9 +56,10 @@ def agent(folder: Path) -> Iterator[str]:
         assert "barred" not in log.read_text("utf-8"), log.read_text("utf-8")
         yield str(folder / "client.sock")
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0, log.read_text("utf-8")
+        assert process.wait(10) == 0, log.read_text("utf-8")
     finally:
-        process.kill()
+        # Whatever it hangs in is then in its log.
+        process.send_signal(signal.SIGABRT)
         process.wait()
         sys.stdout.write(log.read_text("utf-8"))
 
@@ -85,8 +95,10 @@ def test_a_borrower_stores_and_fetches_what_the_host_lends(
         with borrower(socket, 1) as client:
             output, _ = client.communicate(timeout=60)
         assert json.loads(output.splitlines()[0])["wrong"] == 0
-        end = time.monotonic() + 20
+        began = time.monotonic()
+        end = began + 8
         while free(cuda) < idle - 12 * MIB and time.monotonic() < end:
             time.sleep(0.05)
+        record_property("all given back after, s", round(time.monotonic() - began, 3))
         assert free(cuda) == pytest.approx(idle, abs=12 * MIB)
     assert free(cuda) == pytest.approx(before, abs=12 * MIB)

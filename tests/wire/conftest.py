@@ -39,7 +39,7 @@ class Neighbour:
                 program.start()
                 for i, data in enumerate(wanted):
                     slot = window[i % 2]
-                    assert slot.wait(5.0) == data, f"step {self.steps}, piece {i}"
+                    assert bytes(slot.wait(5.0) or b"") == data, f"step {self.steps}, piece {i}"
                     slot.release()
                 self.steps += 1
                 self._stop.wait(0.002)

@@ -47,7 +47,7 @@ class Arena:
         self._free, self.size = kept, size
 
     def take(self, size: int, below: int | None = None) -> list[Extent]:
-        """Take `size` bytes, the lowest that are free. Raises NoRoom, with nothing taken, if fewer are free before `below`."""
+        """Take `size` bytes, the lowest that are free (before `below`). Raises NoRoom if there are fewer."""
         limit = self.size if below is None else below
         taken: list[Extent] = []
         left = size

@@ -1,7 +1,7 @@
 """Keys and values in neighbours' memory: stored once, fetched in every decode step, checked on every fetch.
 
-All fetches of a macro-step are one message to the agent. The next one is sent while the last pieces of this one are still
-on their way, so that the link never waits for this process.
+All fetches of a macro-step are one message to the agent. The next one is sent while the last pieces of this one are
+still on their way, so that the link never waits for this process.
 """
 
 from collections import deque
@@ -230,7 +230,7 @@ class Borrowed:
                 self._open_region().fetch(piece.at, slot, piece.size).wait(PATIENCE)
                 data += slot.view[: piece.size]
                 slot.release()
-        self.wrong += self._pattern.wrong(data, kept.owner, 0)
+        self.wrong += self._pattern.wrong(bytes(data), kept.owner, 0)
         self.arena.give(kept.extents)
         kept.extents = self.arena.take(len(data), below=limit)
         for begin, extent in parts(kept.extents, 0, len(data)):

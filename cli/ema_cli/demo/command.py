@@ -1,11 +1,7 @@
 """`ema demo`: the main job, on a server of simulated GPUs."""
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Final
 
 import typer
@@ -14,6 +10,7 @@ from ema_cli.demo.figures import Findings, as_object, picture, table
 from ema_cli.demo.layout import Layout, Wish, lay_out
 from ema_cli.demo.scale import Scale
 from ema_cli.demo.server import DemoFailed
+from ema_cli.demo.stop import stoppable
 from ema_cli.demo.trial import Kind, Trial, run
 from ema_cli.demo.view import View, view
 from ema_cli.out import FAILED, as_json, bad_input, errors, fail, screen
@@ -72,7 +69,7 @@ def demo(  # noqa: PLR0917 (typer takes options as parameters)
     if not json_:
         _introduce(layout)
     try:
-        with _stoppable(), view(screen, layout, quiet=json_) as shown:
+        with stoppable(), view(screen, layout, quiet=json_) as shown:
             trials = _three(layout, shown)
     except DemoFailed as failed:
         raise fail(str(failed)) from None
@@ -110,46 +107,27 @@ def _introduce(layout: Layout) -> None:
     setup, scale = layout.setup, layout.scale
     real = scale.real(setup.gpu.memory) / 2**20
     screen.print(
-        f"{len(setup.requests)} requests of the trace in {layout.duration:.0f} s (rate {layout.rate:g}) on {setup.gpus} "
-        f"simulated GPUs of {setup.gpu.memory / 2**30:.3g} GiB with the rates of {setup.gpu.name}, each serving "
-        f"{setup.model.name}.\n"
-        f"Scaled for this machine: 1 real byte stands for {scale.size} (a GPU takes {real:.0f} MiB here), 1 real second "
-        f"for {scale.speed:g}; links are scaled with both.\n"
+        f"{len(setup.requests)} requests of the trace in {layout.duration:.0f} s (rate {layout.rate:g}) on "
+        f"{setup.gpus} simulated GPUs of {setup.gpu.memory / 2**30:.3g} GiB with the rates of {setup.gpu.name}, "
+        f"each serving {setup.model.name}.\n"
+        f"Scaled for this machine: 1 real byte stands for {scale.size} (a GPU takes {real:.0f} MiB here), 1 real "
+        f"second for {scale.speed:g}; links are scaled with both.\n"
         f"Three runs of {layout.duration / scale.speed:.0f} s: static partition, borrowing, twice the memory. "
         "Ctrl-C ends everything.",
         highlight=False,
     )
 
 
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Ctrl-C, a closed terminal and a polite kill raise KeyboardInterrupt, once: what ends everything is not to be
-    stopped itself.
-    """  # noqa: D205
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _requests(trace: Path | None) -> list[Request]:
-    path = trace or _own_trace()
+    path = trace or own_trace()
     try:
         return list(read_trace(path))
     except OSError as error:
         raise InvalidInput.of("--trace", str(path), f"a readable file ({error.strerror})") from error
 
 
-def _own_trace() -> Path:
+def own_trace() -> Path:
+    """Ten minutes of Azure's trace, as installed or in the repository."""
     packaged = Path(__file__).parents[1] / "traces" / TRACE
     return packaged if packaged.exists() else Path(__file__).parents[3] / "examples" / "traces" / TRACE
 

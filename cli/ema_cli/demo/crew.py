@@ -14,6 +14,7 @@ import msgspec
 
 from ema_cli.demo.messages import Failed, FromWorker, Go, Job, Progress, Ready, Result
 from ema_cli.demo.server import DemoFailed
+from ema_cli.demo.stop import undivided
 
 _SILENT: Final = 15.0
 """Real seconds without a word after which a worker counts as hung."""
@@ -34,7 +35,7 @@ class Worker:
         self._complaint = folder / f"worker-{job.index}.log"
         self._rest = b""
         with self._complaint.open("wb") as log:
-            self.process = subprocess.Popen(  # noqa: S603 - our own command
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", "ema_cli.demo.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -114,8 +115,9 @@ class Crew:
         self._selector = selectors.DefaultSelector()
         try:
             for job in jobs:
-                worker = Worker(job, folder)
-                self.workers.append(worker)
+                with undivided():
+                    worker = Worker(job, folder)
+                    self.workers.append(worker)
                 self._selector.register(worker.stream, selectors.EVENT_READ, worker)
         except BaseException:
             self.close()

@@ -179,8 +179,8 @@ def picture(findings: Findings) -> str:
     return svg(
         Picture(
             title="Memory over time, measured: static partition, borrowing, twice the memory",
-            subtitle=f"{setup.model.name} on {setup.gpus} x {setup.gpu.name}, {setup.link}; 1 byte stands for {scale.size}, "
-            f"1 s for {scale.speed:g}; axes begin inside the weights",
+            subtitle=f"{setup.model.name} on {setup.gpus} x {setup.gpu.name}, {setup.link}; 1 byte stands for "
+            f"{scale.size}, 1 s for {scale.speed:g}; axes begin inside the weights",
             columns=[f"{t.kind.name}: {t.outcome.served} of {t.outcome.offered} served" for t in findings.trials],
             rows=[f"GPU {index}" for index in range(setup.gpus)],
             layers=(

@@ -1,12 +1,11 @@
 """The bytes of a request: known from its number and the place within it alone, so that every copy can be checked.
 
-Random bytes, of which each owner has a stretch that begins elsewhere: bytes of another owner, or of another place of the
-same owner, do not pass for the right ones.
+Random bytes, of which each owner has a stretch that begins elsewhere: bytes of another owner, or of another place of
+the same owner, do not pass for the right ones.
 """
 
 from random import Random
 from typing import Final
-
 
 STARTS: Final = 1 << 20
 STRIDE: Final = 4099

@@ -1,8 +1,8 @@
 """A worker's serving: the engine of `ema replay` says what to do, and here it is done, in real time, with real bytes.
 
 The GPU's own work is time that passes. Everything else is real: pages that are taken and given back, bytes that are
-written, stored, fetched and compared, and the waiting for them. While one macro-step passes the next is prepared, as the
-host of a GPU does, so that this process's own time is not the model's.
+written, stored, fetched and compared, and the waiting for them. While one macro-step passes the next is prepared, as
+the host of a GPU does, so that this process's own time is not the model's.
 """
 
 import threading
@@ -23,11 +23,11 @@ from ema_cli.serving.instance import Instance
 from ema_cli.serving.outcome import Outcome
 from ema_cli.serving.step import Active, Demand, MacroStep, Memory, Path
 
-LEAD: Final = 0.012
+LEAD: Final = 0.02
 """Real seconds before a macro-step ends at which the next one is prepared."""
 SOON: Final = 0.008
 """Real seconds that are waited for memory, before what is there must do."""
-AHEAD: Final = 12
+AHEAD: Final = 24
 """Pieces of a macro-step that may still be on their way when the next one is prepared."""
 TOO_LATE: Final = 0.25
 """Real seconds that this process may be behind; more is not caught up with."""
@@ -37,12 +37,12 @@ GROW_AT_ONCE: Final = 4
 """Chunks of borrowed memory in one request."""
 QUEUE: Final = 0.5
 """Real seconds that such a request waits in the agent's queue."""
-FETCH_SLOTS: Final = (8, 1 << 20)
+FETCH_SLOTS: Final = (16, 1 << 20)
 """How many, and real bytes of each."""
 STORE_SLOTS: Final = (2, 128 << 10)
 WINDOWS: Final = FETCH_SLOTS[0] * FETCH_SLOTS[1] + STORE_SLOTS[0] * STORE_SLOTS[1]
-"""Real bytes of both windows. They are not scaled: a process that wakes another one takes the place of a flag that a GPU
-sees, and takes a thousand times as long, so that more must be on its way meanwhile."""
+"""Real bytes of both windows. They are not scaled: a process that wakes another one takes the place of a flag that a
+GPU sees, and takes a thousand times as long, so that more must be on its way meanwhile."""
 TAIL: Final = 16 << 10
 """Real bytes of a borrowed request's newest tokens that stay in the workspace until there are more."""
 
@@ -157,19 +157,9 @@ class Serving:
         borrowed = -(-self._scale.real(demand.borrowed) // chunk) * chunk
         for growth, wanted in zip(self._growths, (own, borrowed), strict=True):
             growth.want(wanted)
-        if own < self._own.arena.size and self._growths[0].busy.acquire(blocking=False):
-            with_release = self._growths[0].busy
-            try:
-                self._own.look()
-                self._own.shrink(own, [k for k in self._kept.values() if not k.borrowed])
-            finally:
-                with_release.release()
-        if borrowed < self._borrowed.arena.size and self._growths[1].busy.acquire(blocking=False):
-            try:
-                self._borrowed.look()
-                self._borrowed.shrink(borrowed, [k for k in self._kept.values() if k.borrowed])
-            finally:
-                self._growths[1].busy.release()
+        kept = self._kept.values()
+        _give_back(self._own, own, self._growths[0], (one for one in kept if not one.borrowed))
+        _give_back(self._borrowed, borrowed, self._growths[1], (one for one in kept if one.borrowed))
 
     def _grow_own(self, size: int) -> None:
         self._own.share.grow(self._own.wanted(size), timeout=QUEUE)
@@ -306,3 +296,13 @@ class Serving:
                 wrong=borrowed.wrong + self._wrong,
             )
         )
+
+
+def _give_back(memory: Own | Borrowed, size: int, growth: Growth, kept: Iterable[Kept]) -> None:
+    """Keep only `size` bytes, unless more are just coming: then at the next macro-step."""
+    if size < memory.arena.size and growth.busy.acquire(blocking=False):
+        try:
+            memory.look()
+            memory.shrink(size, kept)
+        finally:
+            growth.busy.release()

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from ema_cli.demo.stop import undivided
 from ema_cli.node import Agent
 from ema_core import places
 from ema_core.ids import Place
@@ -97,7 +98,7 @@ class Server:
         command = [sys.executable, "-c", _UP, "up", "--driver", "sim", "--metrics", "off"]
         command += ["--pool", str(self.folder / "pool.yaml"), "--sim", str(self.folder / "sim.yaml")]
         command += ["--folder", str(self.folder)]
-        with self._log.open("wb") as log:
+        with self._log.open("wb") as log, undivided():
             # A session of its own: Ctrl-C reaches the demo alone, which ends the rest in order.
             self._process = subprocess.Popen(  # noqa: S603 - our own command
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -83,7 +83,9 @@ def run(layout: Layout, kind: Kind, look: Callable[[Glance], None]) -> Trial:
             results = [worker.result for worker in crew.workers if worker.result is not None]
         leaked = _leaked(server, before)
         reclaims = [entry["seconds"] for entry in server.ask("status")["counted"]["recent_reclaims"]]
-    return _total(kind, results, layout.scale.speed, leaked, reclaims, glances)
+    trial = _total(kind, results, layout.scale.speed)
+    trial.leaked, trial.reclaims, trial.glances = leaked, reclaims, glances
+    return trial
 
 
 def _leaked(server: Server, before: dict[Any, int]) -> int:
@@ -97,14 +99,7 @@ def _leaked(server: Server, before: dict[Any, int]) -> int:
         time.sleep(0.02)
 
 
-def _total(
-    kind: Kind,
-    results: Sequence[Result],
-    speed: float,
-    leaked: int,
-    reclaims: list[float],
-    glances: list[Glance],
-) -> Trial:
+def _total(kind: Kind, results: Sequence[Result], speed: float) -> Trial:
     outcome = Outcome(0, results[0].outcome.duration)
     for one in (result.outcome for result in results):
         for name in ("offered", "served", "tokens", "preemptions", "fetched", "stored", "gave_up", "unfinished"):
@@ -121,9 +116,6 @@ def _total(
         stored=sum(r.stored for r in results),
         checked=sum(r.checked for r in results),
         wrong=sum(r.wrong for r in results),
-        leaked=leaked,
         exposed=speed * sum(r.exposed for r in results),
         late=max(r.late for r in results),
-        reclaims=reclaims,
-        glances=glances,
     )

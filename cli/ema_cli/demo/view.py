@@ -2,9 +2,9 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -176,10 +176,10 @@ class Screen:
             drawn = max(drawn, upto)
         return bar.append("░" * (BAR - drawn), COLOURS["free"])
 
-    def _lenders(self, lease: dict[str, object] | None, glance: Glance) -> str:
-        held = lease["held"] if lease is not None else {}
-        names = {g["id"]: str(g["index"]) for g in glance.status["gpus"]}
-        return " ".join(names.get(place, place) for place in held) if isinstance(held, dict) else ""
+    def _lenders(self, lease: Mapping[str, Any] | None, glance: Glance) -> str:
+        held: Mapping[str, int] = lease["held"] if lease is not None else {}
+        names: dict[str, str] = {g["id"]: str(g["index"]) for g in glance.status["gpus"]}
+        return " ".join(names.get(place, place) for place in held)
 
     def _foot(self, glance: Glance, rate: float) -> RenderableType:
         workers = [worker for worker in glance.workers if worker is not None]

@@ -1,7 +1,7 @@
 """One process for one GPU: it serves its requests, and keeps their bytes where the memory is.
 
-Reads a `Job` and then `Go` from standard input; writes `Ready`, `Progress` now and then, and a `Result` or why it failed.
-When standard input ends, whoever started it is gone, and so is the worker.
+Reads a `Job` and then `Go` from standard input; writes `Ready`, `Progress` now and then, and a `Result` or why it
+failed. When standard input ends, whoever started it is gone, and so is the worker.
 """
 
 import faulthandler

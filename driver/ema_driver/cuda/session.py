@@ -1,10 +1,9 @@
 """`CudaDriver`: a session with NVIDIA GPUs."""
 
-import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +15,10 @@ from ema_driver.cuda.api import Api, NoMemory, Raw
 from ema_driver.cuda.gpus import Gpu, links, visible
 from ema_driver.cuda.nvml import Nvml, plausible
 from ema_driver.cuda.physical import CudaHandle, Physical, distinct
+from ema_driver.cuda.queues import GUEST, NODE
 from ema_driver.cuda.space import Space
-from ema_driver.cuda.streams import CONNECTIONS, CudaStream, Queues
+from ema_driver.cuda.staging import Staging
+from ema_driver.cuda.streams import CudaStream, Streams
 from ema_driver.cuda.words import CudaWords
 from ema_driver.errors import DriverError, DriverUnavailable, InvalidUse, OutOfMemory
 from ema_driver.protocol import WORD_BYTES, Address, Device, Handle, HealthEvent, Link, MemoryInfo
@@ -32,15 +33,18 @@ class CudaDriver:
 
     name = "cuda"
 
-    def __init__(self, api: Api, gpus: Sequence[Gpu]) -> None:
+    def __init__(self, api: Api, gpus: Sequence[Gpu], streams: int) -> None:
         self._api = api
         self._gpus: dict[Place, Gpu] = {gpu.id: gpu for gpu in gpus}
         self._home = gpus[0]
         self._nvml = Nvml.open([gpu.id for gpu in gpus])
         with self._home.current():
             self._physical = Physical(api, self._gpus, self._home)
+        self._staging = Staging(api, self._home)
         self._space = Space(self._physical.granularity)
-        self._queues = {gpu.id: Queues(api, gpu, self._space) for gpu in gpus}
+        self._queueing = threading.Lock()
+        self._streams = {gpu.id: Streams(api, gpu, self._space, streams, self._queueing) for gpu in gpus}
+        self._streams[self._home.id].prepare()
         self._links = links(gpus, self._nvml)
         self._devices = [gpu.describe(self._total(gpu)) for gpu in gpus]
         self._lock = threading.Lock()
@@ -52,9 +56,9 @@ class CudaDriver:
     def node(cls) -> Self:
         """A session with every GPU that can lend. Raises DriverUnavailable."""
         # Read by the driver when it starts, so it comes too late in a process that uses CUDA already.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(CONNECTIONS))
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(NODE))
         api = Api()
-        return cls(api, visible(api))
+        return cls(api, visible(api), NODE)
 
     @classmethod
     def guest_of(cls, gpu: GpuId) -> Self:
@@ -63,7 +67,7 @@ class CudaDriver:
         found = [g for g in visible(api) if g.id == gpu]
         if not found:
             raise DriverUnavailable(f"{gpu} is not visible in this process; see CUDA_VISIBLE_DEVICES and the container")
-        return cls(api, found)
+        return cls(api, found, GUEST)
 
     def devices(self) -> Sequence[Device]:
         """The GPUs this session can see, but for those that fell off the bus."""
@@ -180,23 +184,22 @@ class CudaDriver:
 
     def stream(self, device: GpuId) -> CudaStream:
         """A stream on that GPU. Raises InvalidUse (no such GPU, too many streams)."""
-        queues = self._queues.get(device)
-        if queues is None:
+        streams = self._streams.get(device)
+        if streams is None:
             raise InvalidUse(f"stream: {device!r}; must be one of {', '.join(self._gpus)}")
-        return queues.open()
+        return streams.open()
 
     def read(self, address: int, size: int) -> bytes:
         """Bytes from a mapped address, now."""
-        buffer = ctypes.create_string_buffer(max(1, size))
-        here = ctypes.addressof(buffer)
-        self._move("cuMemcpyDtoHAsync", address, size, lambda at, done: (here + done, at))
-        return buffer.raw[:size]
+        pieces = list(self._space.pieces(address, size))
+        found: list[bytes] = []
+        self._streams[self._home.id].own(lambda own: found.extend(self._staging.read(own, pieces)))
+        return b"".join(found)
 
     def write(self, address: int, data: bytes) -> None:
         """Bytes to a mapped address, now."""
-        buffer = ctypes.create_string_buffer(data, max(1, len(data)))
-        here = ctypes.addressof(buffer)
-        self._move("cuMemcpyHtoDAsync", address, len(data), lambda at, done: (at, here + done))
+        pieces = list(self._space.pieces(address, len(data)))
+        self._streams[self._home.id].own(lambda own: self._staging.write(own, pieces, data))
 
     def health(self) -> Sequence[HealthEvent]:
         """What NVML reported since the last call; nothing where there is no NVML."""
@@ -215,7 +218,7 @@ class CudaDriver:
         if self._closed:
             return
         self._closed = True
-        settled = all(queues.settle(_RUN_OUT) for queues in self._queues.values())
+        settled = all(streams.settle(_RUN_OUT) for streams in self._streams.values())
         if settled:
             with suppress(DriverError):
                 self._give_back()
@@ -239,11 +242,11 @@ class CudaDriver:
     # --- inside ---
 
     def _give_back(self) -> None:
-        for queues in self._queues.values():
-            queues.destroy()
-        for page in self._pages:
+        for streams in self._streams.values():
+            streams.leave()
+        self._staging.close()
+        for page in list(self._pages):
             page.close()
-        self._pages.clear()
         mapped, ranges = self._space.everything()
         with self._home.current():
             for address, size in mapped:
@@ -261,14 +264,26 @@ class CudaDriver:
 
     def _page(self, fd: int, count: int) -> CudaWords:
         try:
-            page = CudaWords(self._api, self._home, fd, count)
+            page = CudaWords(self._api, self._home, fd, count, self._sweep)
         except BaseException:
             os.close(fd)
             raise
         with self._lock:
-            self._pages = [p for p in self._pages if not p.gone]
             self._pages.append(page)
+        self._sweep()
         return page
+
+    def _sweep(self) -> None:
+        """Free closed pages if nothing is queued: the driver waits for all that is (seen with blocked graphs).
+
+        So while some stream waits for a silent client, closed pages pile up, at a few KiB each.
+        """
+        with self._queueing, self._lock:
+            spent = [page for page in self._pages if page.spent]
+            if spent and all(streams.quiet() for streams in self._streams.values()):
+                for page in spent:
+                    page.free()
+                self._pages = [page for page in self._pages if page not in spent]
 
     def _zero(self, raw: Raw, size: int, place: Place) -> None:
         """Nothing promises that memory from CUDA is zero, and it may hold another lease's bytes."""
@@ -283,19 +298,7 @@ class CudaDriver:
                 call("cuMemsetD8Async", address, 0, size, stream)
                 call("cuStreamSynchronize", stream)
 
-            self._queues[GpuId(place) if place in self._gpus else self._home.id].own(fill)
-
-    def _move(self, name: str, address: int, size: int, ends: Callable[[int, int], tuple[int, int]]) -> None:
-        call = self._api.call
-
-        def copy(stream: Raw) -> None:
-            done = 0
-            for at, length in self._space.pieces(address, size):
-                call(name, *ends(at, done), length, stream)
-                done += length
-            call("cuStreamSynchronize", stream)
-
-        self._queues[self._home.id].own(copy)
+            self._streams[GpuId(place) if place in self._gpus else self._home.id].own(fill)
 
     def _check_size(self, what: str, size: int) -> None:
         self._api.check()

@@ -11,45 +11,45 @@ from typing import Final
 
 from ema_driver.cuda.api import Api, Raw
 from ema_driver.cuda.gpus import Gpu
+from ema_driver.cuda.queues import Queue, Queues
 from ema_driver.cuda.space import Space
 from ema_driver.cuda.words import FIRST_PAUSE, LAST_PAUSE, CudaWords
 from ema_driver.errors import ContextLost, DriverError, InvalidUse
 from ema_driver.protocol import WORD_BYTES, Copy, Op, Wait, Words, Write
 
-CONNECTIONS: Final = 32
-"""Hardware queues per GPU and process, the most there can be: the value of CUDA_DEVICE_MAX_CONNECTIONS."""
-MOST: Final = CONNECTIONS - 1
-"""Streams of one GPU that a session gives out; the one left is its own."""
-_NON_BLOCKING: Final = 1
 _EQUAL: Final = 1
 _RELAXED: Final = "CU_STREAM_CAPTURE_MODE_RELAXED"
-_UNTIMED: Final = 2
 
 
-class Queues:
-    """The CUDA streams of one GPU. Each is used again rather than made anew, so that each keeps its hardware queue."""
+class Streams:
+    """The streams of one session on one GPU."""
 
-    def __init__(self, api: Api, gpu: Gpu, space: Space) -> None:
-        self.api, self.gpu, self.space = api, gpu, space
+    def __init__(self, api: Api, gpu: Gpu, space: Space, most: int, queueing: threading.Lock) -> None:
+        self.api, self.gpu, self.space, self._most = api, gpu, space, most
+        self.queueing = queueing
+        """Held by whoever queues what may wait, and by whoever needs that nothing is queued."""
         self._lock = threading.Lock()
         self._own_lock = threading.Lock()
-        self._all: list[Raw] = []
-        self._idle: list[Raw] = []
-        self._parked: list[CudaStream] = []
+        self._queues: Queues | None = None
+        self._own: Queue | None = None
         self._live: list[CudaStream] = []
-        self._own: Raw = None
+        self._parked: list[CudaStream] = []
+
+    def prepare(self) -> None:
+        """Make the GPU's queues ready now instead of at the first use."""
+        self.own(_nothing)
+
+    def quiet(self) -> bool:
+        """Whether nothing that a client of the session queued is left."""
+        with self._lock:
+            self._bury()
+            return not self._parked and all(map(self._is_done, self._live))
 
     def open(self) -> "CudaStream":
         """A stream with nothing queued. Raises InvalidUse when all are taken."""
         with self._lock:
             self._bury()
-            if not self._idle:
-                if len(self._all) >= MOST:
-                    text = f"{self.gpu.id}: {MOST} streams are open, the most that run independently; close one first"
-                    raise InvalidUse(text)
-                self._all.append(self._make())
-                self._idle.append(self._all[-1])
-            stream = CudaStream(self, self._idle.pop())
+            stream = CudaStream(self, self._take())
             self._live.append(stream)
             return stream
 
@@ -57,19 +57,18 @@ class Queues:
         """Take a stream back, now or when its queue has run."""
         with self._lock:
             self._live.remove(stream)
-            if self._is_done(stream):
-                self._idle.append(stream.raw)
-            else:
-                stream.hold_pages()
-                self._parked.append(stream)
-                self._bury()
+            stream.hold_pages()
+            self._parked.append(stream)
+            self._bury()
 
     def own(self, use: Callable[[Raw], None]) -> None:
         """Use the session's own stream, alone and with the GPU's context current: copies, zeroing, capturing."""
-        with self._own_lock, self.gpu.current():
+        with self._own_lock:
             if self._own is None:
-                self._own = self._make()
-            use(self._own)
+                with self._lock:
+                    self._own = self._take()
+            with self.gpu.current():
+                use(self._own.stream)
 
     def settle(self, patience: float) -> bool:
         """At the session's end: let every queue run out by force; whether all have within `patience` seconds."""
@@ -87,29 +86,35 @@ class Queues:
             turn += 1
             time.sleep(LAST_PAUSE)
 
-    def destroy(self) -> None:
-        """Destroy the streams. Call `settle` first."""
-        with self._lock, suppress(DriverError):
+    def leave(self) -> None:
+        """Give all streams back. Call `settle` first."""
+        with self._lock:
+            self._parked += self._live
+            for stream in self._live:
+                stream.hold_pages()
+            self._live.clear()
             self._bury()
-            with self.gpu.current():
-                for raw in (*self._all, *([] if self._own is None else [self._own])):
-                    self.api.call("cuStreamDestroy", raw)
-        self._all, self._idle, self._own = [], [], None
+            if self._queues is not None:
+                if self._own is not None:
+                    self._queues.give(self._own)
+                self._queues.leave(self.api, self.gpu)
 
-    def _make(self) -> Raw:
-        with self.gpu.current():
-            return self.api.call("cuStreamCreate", _NON_BLOCKING)
+    def _take(self) -> Queue:
+        if self._queues is None:
+            self._queues = Queues.of(self.api, self.gpu, self._most)
+        return self._queues.take(self.gpu)
 
     def _bury(self) -> None:
         for stream in [s for s in self._parked if self._is_done(s)]:
             self._parked.remove(stream)
             stream.let_pages_go()
-            self._idle.append(stream.raw)
+            if self._queues is not None:
+                self._queues.give(stream.queue)
 
     def _is_done(self, stream: "CudaStream") -> bool:
         try:
             with self.gpu.current():
-                return self.api.done("cuStreamQuery", stream.raw)
+                return self.api.done("cuStreamQuery", stream.queue.stream)
         except DriverError:
             return True  # it failed: nothing of it runs any more
 
@@ -117,9 +122,9 @@ class Queues:
 class CudaStream:
     """A stream. Made by `CudaDriver.stream`."""
 
-    def __init__(self, queues: Queues, raw: Raw) -> None:
-        self.raw = raw
-        self._queues, self._api, self._gpu = queues, queues.api, queues.gpu
+    def __init__(self, streams: Streams, queue: Queue) -> None:
+        self.queue = queue
+        self._streams, self._api, self._gpu = streams, streams.api, streams.gpu
         self._open = True
         self._waits: dict[tuple[CudaWords, int], list[int]] = {}
         """Every word that was ever waited for here, with the values."""
@@ -129,9 +134,9 @@ class CudaStream:
         """Append operations. Raises InvalidUse before anything is queued."""
         self._check()
         calls = [call for op in ops for call in self._calls(op)]
-        with self._gpu.current():
+        with self._streams.queueing, self._gpu.current():
             for name, arguments in calls:
-                self._api.call(name, *arguments(self.raw))
+                self._api.call(name, *arguments(self.queue.stream))
 
     def instantiate(self, ops: Sequence[Op]) -> "CudaGraph":
         """Make operations ready. What they name must be mapped now, and may be replaced later."""
@@ -157,14 +162,14 @@ class CudaStream:
             finally:
                 api.cu.cuGraphDestroy(graph)
 
-        self._queues.own(capture)
+        self._streams.own(capture)
         return CudaGraph(self, made[0])
 
     def launch(self, executable: Raw) -> None:
         """Append a graph."""
         self._check()
-        with self._gpu.current():
-            self._api.call("cuGraphLaunch", executable, self.raw)
+        with self._streams.queueing, self._gpu.current():
+            self._api.call("cuGraphLaunch", executable, self.queue.stream)
 
     def destroy_graph(self, executable: Raw) -> None:
         """Destroy a graph; one that runs is freed by the driver when it has run."""
@@ -177,32 +182,30 @@ class CudaStream:
         self._check()
         api = self._api
         end = time.monotonic() + timeout
+        # One event a stream: a second thread that waits too moves the mark further back in the queue, never ahead.
+        event = self.queue.event
         with self._gpu.current():
-            event = api.call("cuEventCreate", _UNTIMED)
-            try:
-                api.call("cuEventRecord", event, self.raw)
-                for pause in _pauses():
-                    if api.done("cuEventQuery", event):
-                        return True
-                    left = end - time.monotonic()
-                    if left <= 0:
-                        break
-                    time.sleep(min(left, pause))
-            finally:
-                api.cu.cuEventDestroy(event)
+            api.call("cuEventRecord", event, self.queue.stream)
+            for pause in _pauses():
+                if api.done("cuEventQuery", event):
+                    return True
+                left = end - time.monotonic()
+                if left <= 0:
+                    break
+                time.sleep(min(left, pause))
         return False
 
     def done(self) -> bool:
         """Whether everything queued so far has run."""
         self._check()
         with self._gpu.current():
-            return self._api.done("cuStreamQuery", self.raw)
+            return self._api.done("cuStreamQuery", self.queue.stream)
 
     def close(self) -> None:
         """Give the stream up. What is queued still runs when it is let go: let it pass first."""
         if self._open:
             self._open = False
-            self._queues.close(self)
+            self._streams.close(self)
 
     def hold_pages(self) -> None:
         """This stream is parked: its pages must stay."""
@@ -243,7 +246,7 @@ class CudaStream:
     def _copies(self, op: Copy) -> Iterator[tuple[str, Callable[[Raw], tuple[Raw, ...]]]]:
         if op.size < 0:
             raise InvalidUse(f"copy: size {op.size}; must not be negative")
-        space = self._queues.space
+        space = self._streams.space
         done = 0
         for target, there in space.pieces(op.target, op.size):
             for source, size in space.pieces(op.source + done, there):
@@ -286,3 +289,7 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause
         pause = min(2 * pause, LAST_PAUSE)
+
+
+def _nothing(_own: Raw) -> None:
+    """The session's own stream is all that was wanted."""

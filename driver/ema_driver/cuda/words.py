@@ -3,7 +3,7 @@
 import ctypes
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -22,8 +22,8 @@ _PORTABLE_AND_MAPPED: Final = 3
 class CudaWords:
     """A page of 32-bit words. Made by `CudaDriver.words` and `CudaDriver.adopt_words`."""
 
-    def __init__(self, api: Api, home: Gpu, fd: int, count: int) -> None:
-        """`fd` becomes this object's. Raises DriverError."""
+    def __init__(self, api: Api, home: Gpu, fd: int, count: int, closed: Callable[[], None]) -> None:
+        """`fd` becomes this object's; `closed` is called when it is closed. Raises DriverError."""
         self._api, self._home, self._fd, self._count = api, home, fd, count
         self._size = os.fstat(fd).st_size
         self._base = shared_memory.map_shared(fd, self._size)
@@ -37,8 +37,8 @@ class CudaWords:
             raise
         self._words = (ctypes.c_uint32 * (self._size // WORD_BYTES)).from_address(self._base)
         self._open = True
+        self._closed = closed
         self._holds = 0
-        self._gone = False
 
     @property
     def count(self) -> int:
@@ -98,16 +98,16 @@ class CudaWords:
         return self._fd
 
     def close(self) -> None:
-        """Give the page up. While a parked stream still names it, it stays mapped for that stream alone."""
+        """Give the page up. The GPU may still know it for a while (`CudaDriver` frees it when nothing is queued)."""
         if self._open:
             self._open = False
             os.close(self._fd)
-            self._free_if_unused()
+            self._closed()
 
     @property
-    def gone(self) -> bool:
-        """Whether it is closed and nobody holds it any more."""
-        return self._gone
+    def spent(self) -> bool:
+        """Whether it is closed and no parked stream names it."""
+        return not self._open and not self._holds
 
     def hold(self) -> None:
         """A parked stream names this page: taking it from under the GPU would cost the session."""
@@ -116,17 +116,13 @@ class CudaWords:
     def let_go(self) -> None:
         """Undo `hold`."""
         self._holds -= 1
-        self._free_if_unused()
 
     def force(self, index: int, value: int) -> None:
         """Store even though the page is closed: to run a stream out at the session's end."""
-        if not self._gone:
-            self._words[index] = value
+        self._words[index] = value
 
-    def _free_if_unused(self) -> None:
-        if self._open or self._holds or self._gone:
-            return
-        self._gone = True
+    def free(self) -> None:
+        """Unregister and unmap a spent page. Blocks while anything is queued in this process."""
         # Before the mapping goes: another mapping at the same address would be refused as registered already.
         with suppress(ContextLost), self._home.current():
             self._api.call("cuMemHostUnregister", self._base)

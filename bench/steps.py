@@ -1,0 +1,209 @@
+"""What a step costs: the client, the agent, many clients at once, and how near fetches come to the link.
+
+Run `python bench/steps.py [SECONDS]`; it prints each figure beside its goal or bound and keeps them in
+`bench/results/steps.json`. The agent is a separate `ema up` on simulated GPUs, held to one core; clients are processes.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import quantiles
+
+import ema
+
+KIB, MIB = 1 << 10, 1 << 20
+RESULTS = Path(__file__).parent / "results" / "steps.json"
+POOL = """
+apiVersion: ema.dev/v1alpha1
+kind: MemoryPool
+metadata: {name: bench}
+spec:
+  chunkSize: %s
+  lending: {maxPerGPU: 90%%, headroom: 8Mi, hysteresis: "0"}
+  reclaim: {hostMemory: 1Gi, minHold: 0s}
+"""
+
+
+class Up:
+    """A running `ema up`."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
+        self.socket = str(folder / "client.sock")
+        self.process = process
+
+    def cpu(self) -> float:
+        """Seconds of processor time so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def up(chunk: str, sim: str) -> Iterator[Up]:
+    """An agent on one core."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "pool.yaml").write_text(POOL % chunk)
+        (folder / "sim.yaml").write_text(sim)
+        files = ["--sim", str(folder / "sim.yaml"), "--pool", str(folder / "pool.yaml"), "--folder", name]
+        code = "from ema_cli.main import run; run()"
+        command = [sys.executable, "-c", code, "up", "--driver", "sim", "--metrics", "off", *files]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
+        try:
+            ema.connect(str(folder / "client.sock"), gpu=0, timeout=30.0).close()
+            yield Up(folder, process)
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+class Steps:
+    """A program of `chunks` pieces of 4 KiB, one from each chunk, into as many slots."""
+
+    def __init__(self, pool: ema.Pool, chunks: int) -> None:
+        self.region = pool.region(chunks * pool.chunk, timeout=30.0)
+        self.window = pool.window(chunks, 4 * KIB)
+        self.program = pool.program([self.region.step(self.window[i], i * pool.chunk) for i in range(chunks)])
+
+    def start(self) -> float:
+        """Start a step; microseconds."""
+        began = time.perf_counter_ns()
+        self.program.start()
+        return (time.perf_counter_ns() - began) / 1e3
+
+    def use(self) -> None:
+        """Wait for all pieces, and hand all slots back."""
+        self.window[len(self.window) - 1].wait(30.0)
+        for slot in self.window.slots:
+            slot.release()
+
+
+def client(socket: str, gpu: str, seconds: float) -> int:
+    """Steps of 8 pieces, the next one always queued ahead; how many were made."""
+    with ema.connect(socket, gpu=gpu) as pool:
+        steps = Steps(pool, 8)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        end, count = time.monotonic() + seconds, 0
+        steps.start()
+        while time.monotonic() < end:
+            steps.start()
+            steps.use()
+            count += 1
+        return count
+
+
+def one(seconds: float) -> dict[str, float]:
+    """One client, 32 pieces a step."""
+    sim = "gpus: [{count: 4, memory: 64Mi}]\ngranularity: 4Ki\nlinkDelays: false\n"
+    with up("64Ki", sim) as it, ema.connect(it.socket, gpu=0) as pool:
+        steps = Steps(pool, 32)
+        for _ in range(50):
+            steps.start()
+            steps.use()
+        took, before, end = [], it.cpu(), time.monotonic() + seconds
+        while time.monotonic() < end:
+            took.append(steps.start())  # none is under way: nothing to wait for
+            steps.use()
+        agent = (it.cpu() - before) / len(took)
+    cuts = quantiles(took, n=100)
+    return {"client_start_us_p50": cuts[49], "client_start_us_p99": cuts[98], "agent_cpu_ms": agent * 1e3}
+
+
+def eight(seconds: float) -> dict[str, float]:
+    """Eight processes on GPUs of their own, which borrow from a ninth; 8 pieces a step."""
+    with up("64Ki", "gpus: [{count: 9, memory: 64Mi}]\ngranularity: 4Ki\nlinkDelays: false\n") as it:
+        command = [sys.executable, __file__, "client", it.socket]
+        children = [
+            subprocess.Popen(
+                [*command, str(gpu), str(seconds)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            for gpu in range(8)
+        ]
+        for child in children:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "ready\n"
+        before = it.cpu()
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.write("go\n")
+            child.stdin.flush()
+        total = sum(int(child.communicate(timeout=120)[0]) for child in children)
+        cpu = it.cpu() - before
+    return {"steps_per_second": total / seconds, "agent_core_share": cpu / seconds, "agent_cpu_ms": cpu / total * 1e3}
+
+
+def link(seconds: float) -> dict[str, float]:
+    """Fetches of 4 MiB pieces at a modelled 1 GB/s, and the same without delays beside this machine's memcpy."""
+    found: dict[str, float] = {}
+    for name, delays in (("link", "true"), ("memcpy", "false")):
+        sim = f"gpus: [{{count: 2, memory: 256Mi}}]\nnvlinkRate: 1G\nlinkDelays: {delays}\n"
+        with up("4Mi", sim) as it, ema.connect(it.socket, gpu=0) as pool:
+            count, size = 32, pool.chunk
+            region, window = pool.region(count * size, timeout=30.0), pool.window(4, size)
+            program = pool.program([region.step(window[i % 4], i * size) for i in range(count)])
+            program.start()
+            fetched, began = 0, 0.0
+            while began == 0.0 or time.perf_counter() - began < seconds:
+                program.start()
+                for i in range(count):
+                    window[i % 4].wait(30.0)
+                    window[i % 4].release()
+                if began:
+                    fetched += count * size
+                else:
+                    began = time.perf_counter()  # the first round touches every page for the first time
+            rate = fetched / (time.perf_counter() - began)
+        bound = 1e9 if name == "link" else memcpy(size)
+        found |= {f"{name}_bytes_per_second": rate, f"{name}_bound": bound, f"{name}_fraction": rate / bound}
+    return found
+
+
+def memcpy(size: int) -> float:
+    """Bytes per second that this process copies between pieces of memory too large for a cache."""
+    source, target = memoryview(bytearray(32 * size)), memoryview(bytearray(32 * size))
+    best = 0.0
+    for _ in range(3):
+        began = time.perf_counter()
+        for i in range(0, len(source), size):
+            target[i : i + size] = source[i : i + size]
+        best = max(best, len(source) / (time.perf_counter() - began))
+    return best
+
+
+def main(seconds: float) -> None:
+    figures = {"one_client_32_chunks": one(seconds), "eight_clients_8_chunks": eight(seconds), "fetch": link(seconds)}
+    goals = {
+        "client_start_us_p50": "goal ≤ 30",
+        "agent_cpu_ms": "goal ≤ 0.3 for 32 chunks",
+        "steps_per_second": "goal ≥ 1500",
+        "agent_core_share": "bound 1",
+        "link_fraction": "goal ≥ 0.95",
+        "memcpy_fraction": "goal ≥ 0.95 where memcpy is slower than the link",
+    }
+    for name, found in figures.items():
+        print(name)
+        for key, value in found.items():
+            print(f"  {key:24} {value:14,.3f}  {goals.get(key, '')}")
+    kept = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "python": platform.python_version(),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        **{name: {k: round(v, 4) for k, v in found.items()} for name, found in figures.items()},
+    }
+    RESULTS.write_text(json.dumps(kept, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["client"]:
+        print(client(sys.argv[2], sys.argv[3], float(sys.argv[4])))
+    else:
+        main(float(sys.argv[1]) if len(sys.argv) > 1 else 5.0)

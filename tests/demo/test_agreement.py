@@ -1,0 +1,39 @@
+"""The demo and `ema replay` say the same about the same excerpt."""
+
+from dataclasses import replace
+
+import pytest
+
+from ema_cli.demo.command import own_trace
+from ema_cli.demo.figures import agree
+from ema_cli.demo.layout import Wish, lay_out
+from ema_cli.demo.scale import Scale
+from ema_cli.demo.trial import Kind, run
+from ema_cli.serving.presets import GI, GPUS, MODELS
+from ema_cli.serving.replay import replay
+from ema_cli.serving.trace import read_trace
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1], ids=["static", "borrowing"])
+def test_requests_served_agree_within_five_percent(number: int) -> None:
+    layout = lay_out(
+        Wish(
+            requests=list(read_trace(own_trace())),
+            model=MODELS["llama-3.1-8b"],
+            gpu=replace(GPUS["a100-80g"], memory=20 * GI),
+            link="nvlink",
+            gpus=2,
+            active=1,
+            cycles=1,
+            rate=1.5,
+            patience=3.0,
+            seed=0,
+            duration=14.0,
+            scale=Scale(1024, 2.5),
+        )
+    )
+    kind = [Kind("static partition", 0, borrows=False), Kind("borrowing", 0, borrows=True)][number]
+    trial, replayed = run(layout, kind, lambda _: None), replay(layout.setup).outcomes[number]
+    assert trial.wrong == trial.leaked == 0
+    assert agree(trial.outcome.served, replayed.served), (trial.outcome.served, replayed.served, trial.late)
