@@ -1,26 +1,24 @@
 """What a step costs: the client, the agent, many clients at once, and how near fetches come to the link.
 
-Run `python bench/steps.py [SECONDS]`; it prints each figure beside its goal or bound and keeps them in
-`bench/results/steps.json`. The agent is a separate `ema up` on simulated GPUs, held to one core; clients are processes.
+The agent is a separate `ema up` on simulated GPUs, held to one core; clients are processes.
 """
 
-import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import quantiles
 
 import ema
+from record import at_least, at_most, finish, plain, record
 
 KIB, MIB = 1 << 10, 1 << 20
-RESULTS = Path(__file__).parent / "results" / "steps.json"
+SECONDS = 5.0
+"""Of each part."""
 POOL = """
 apiVersion: ema.dev/v1alpha1
 kind: MemoryPool
@@ -179,31 +177,22 @@ def memcpy(size: int) -> float:
     return best
 
 
-def main(seconds: float) -> None:
-    figures = {"one_client_32_chunks": one(seconds), "eight_clients_8_chunks": eight(seconds), "fetch": link(seconds)}
-    goals = {
-        "client_start_us_p50": "goal ≤ 30",
-        "agent_cpu_ms": "goal ≤ 0.3 for 32 chunks",
-        "steps_per_second": "goal ≥ 1500",
-        "agent_core_share": "bound 1",
-        "link_fraction": "goal ≥ 0.95",
-        "memcpy_fraction": "goal ≥ 0.95 where memcpy is slower than the link",
-    }
-    for name, found in figures.items():
-        print(name)
-        for key, value in found.items():
-            print(f"  {key:24} {value:14,.3f}  {goals.get(key, '')}")
-    kept = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "python": platform.python_version(),
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        **{name: {k: round(v, 4) for k, v in found.items()} for name, found in figures.items()},
-    }
-    RESULTS.write_text(json.dumps(kept, indent=2) + "\n")
+def main() -> int:
+    single, many, fetched = one(SECONDS), eight(SECONDS), link(SECONDS)
+    rows = [
+        at_most(30, "client: starting a step of 32 chunks, p50", single["client_start_us_p50"], "us"),
+        plain("client: the same, p99", single["client_start_us_p99"], "us"),
+        at_most(0.3, "agent: CPU for a step of 32 chunks", single["agent_cpu_ms"], "ms"),
+        at_least(1500, "steps of 8 chunks from 8 clients", many["steps_per_second"], "1/s"),
+        at_most(1, "agent: cores used meanwhile", many["agent_core_share"], "cores"),
+        at_least(0.95, "fetches of 4 MiB, part of the modelled link's rate", fetched["link_fraction"], ""),
+        plain("fetches of 4 MiB without link delays, part of memcpy's rate", fetched["memcpy_fraction"], ""),
+    ]
+    return finish(record("steps", "What a step costs client and agent, and how near fetches come to the link", rows))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["client"]:
-        print(client(sys.argv[2], sys.argv[3], float(sys.argv[4])))
+        sys.stdout.write(f"{client(sys.argv[2], sys.argv[3], float(sys.argv[4]))}\n")
     else:
-        main(float(sys.argv[1]) if len(sys.argv) > 1 else 5.0)
+        sys.exit(main())
