@@ -1,26 +1,25 @@
 """What a step costs: the client, the agent, many clients at once, and how near fetches come to the link.
 
-Run `python bench/steps.py [SECONDS]`; it prints each figure beside its goal or bound and keeps them in
-`bench/results/steps.json`. The agent is a separate `ema up` on simulated GPUs, held to one core; clients are processes.
+    python bench/steps.py [--no-save]
+
+The agent is a separate `ema up` on simulated GPUs, held to one core; clients are processes.
 """
 
-import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import quantiles
 
 import ema
+from record import Row, at_least, at_most, finish, plain, record
 
 KIB, MIB = 1 << 10, 1 << 20
-RESULTS = Path(__file__).parent / "results" / "steps.json"
+SECONDS = 5.0
 POOL = """
 apiVersion: ema.dev/v1alpha1
 kind: MemoryPool
@@ -179,31 +178,24 @@ def memcpy(size: int) -> float:
     return best
 
 
-def main(seconds: float) -> None:
-    figures = {"one_client_32_chunks": one(seconds), "eight_clients_8_chunks": eight(seconds), "fetch": link(seconds)}
-    goals = {
-        "client_start_us_p50": "goal ≤ 30",
-        "agent_cpu_ms": "goal ≤ 0.3 for 32 chunks",
-        "steps_per_second": "goal ≥ 1500",
-        "agent_core_share": "bound 1",
-        "link_fraction": "goal ≥ 0.95",
-        "memcpy_fraction": "goal ≥ 0.95 where memcpy is slower than the link",
-    }
-    for name, found in figures.items():
-        print(name)
-        for key, value in found.items():
-            print(f"  {key:24} {value:14,.3f}  {goals.get(key, '')}")
-    kept = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "python": platform.python_version(),
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        **{name: {k: round(v, 4) for k, v in found.items()} for name, found in figures.items()},
-    }
-    RESULTS.write_text(json.dumps(kept, indent=2) + "\n")
+def rows() -> list[Row]:
+    """Everything, in the order of the goals."""
+    single, many, copies = one(SECONDS), eight(SECONDS), link(SECONDS)
+    return [
+        at_most(30, "client: start of a step of 32 chunks, p50", single["client_start_us_p50"], "µs"),
+        plain("client: start of a step of 32 chunks, p99", single["client_start_us_p99"], "µs"),
+        at_most(0.3, "agent: processor time of a step of 32 chunks", single["agent_cpu_ms"], "ms"),
+        at_least(1500, "8 clients, 8 chunks a step, agent on one core", many["steps_per_second"], "steps/s"),
+        plain("the agent's share of that core", many["agent_core_share"], ""),
+        plain("agent: processor time of a step of 8 chunks", many["agent_cpu_ms"], "ms"),
+        at_least(0.95, "fetch, of the modelled 1 GB/s link", copies["link_fraction"], ""),
+        plain("fetch without link delays", copies["memcpy_bytes_per_second"] / 1e9, "GB/s"),
+        plain("memcpy of this machine", copies["memcpy_bound"] / 1e9, "GB/s"),
+    ]
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["client"]:
-        print(client(sys.argv[2], sys.argv[3], float(sys.argv[4])))
+        sys.stdout.write(f"{client(sys.argv[2], sys.argv[3], float(sys.argv[4]))}\n")
     else:
-        main(float(sys.argv[1]) if len(sys.argv) > 1 else 5.0)
+        sys.exit(finish(record("steps", "What a step costs; the agent is a separate `ema up` on one core", rows())))
