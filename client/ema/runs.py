@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SLICE: Final = 0.1
 """Seconds of one wait, after which it is asked whether the agent still lives."""
-SETTLE: Final = 0.1
+SETTLE: Final = 1.0
 """Seconds."""
 _MASK: Final = 0xFFFFFFFF
 
