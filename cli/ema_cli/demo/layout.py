@@ -9,7 +9,7 @@ from ema_cli.demo.scale import Scale
 from ema_cli.demo.serve import WINDOWS
 from ema_cli.serving.prediction import Workload, alone, predict
 from ema_cli.serving.presets import GpuSpec, Model, kv_share
-from ema_cli.serving.replay import LOADS, PREDICTED_FOR_STATIC, Setup, deal
+from ema_cli.serving.replay import LOADS, Setup, deal
 from ema_cli.serving.trace import Request
 from ema_core.api import MemoryPool, load_pools
 from ema_core.errors import InvalidInput
@@ -20,6 +20,8 @@ LENDABLE: Final = 75
 """Percent of a GPU that it lends at most."""
 HOLD: Final = 1.0
 """Seconds that a borrower keeps what it got against its equals."""
+STATIC: Final = 0.78
+"""The default load is the first for which the bound predicts that a static partition serves no larger part."""
 SHORTEST: Final = 0.9
 """Part of the duration that the trace must fill."""
 
@@ -143,9 +145,7 @@ def _load(wish: Wish, model: Model, gpu: GpuSpec, pool: MemoryPool, share: int) 
         setup = _excerpt(wish, model, gpu, pool, rate)
         dealt, duration = deal(setup, rate)
         workload = Workload.of(setup.requests, model, gpu)
-        if predict(workload, dealt, duration, wish.patience, alone(share)) <= PREDICTED_FOR_STATIC * len(
-            setup.requests
-        ):
+        if predict(workload, dealt, duration, wish.patience, alone(share)) <= STATIC * len(setup.requests):
             break
     assert setup is not None  # noqa: S101 - there are loads
     return rate, setup
