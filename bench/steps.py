@@ -1,5 +1,7 @@
 """What a step costs: the client, the agent, many clients at once, and how near fetches come to the link.
 
+    python bench/steps.py [--no-save]
+
 The agent is a separate `ema up` on simulated GPUs, held to one core; clients are processes.
 """
 
@@ -14,11 +16,10 @@ from pathlib import Path
 from statistics import quantiles
 
 import ema
-from record import at_least, at_most, finish, plain, record
+from record import Row, at_least, at_most, finish, plain, record
 
 KIB, MIB = 1 << 10, 1 << 20
 SECONDS = 5.0
-"""Of each part."""
 POOL = """
 apiVersion: ema.dev/v1alpha1
 kind: MemoryPool
@@ -177,22 +178,24 @@ def memcpy(size: int) -> float:
     return best
 
 
-def main() -> int:
-    single, many, fetched = one(SECONDS), eight(SECONDS), link(SECONDS)
-    rows = [
-        at_most(30, "client: starting a step of 32 chunks, p50", single["client_start_us_p50"], "us"),
-        plain("client: the same, p99", single["client_start_us_p99"], "us"),
-        at_most(0.3, "agent: CPU for a step of 32 chunks", single["agent_cpu_ms"], "ms"),
-        at_least(1500, "steps of 8 chunks from 8 clients", many["steps_per_second"], "1/s"),
-        at_most(1, "agent: cores used meanwhile", many["agent_core_share"], "cores"),
-        at_least(0.95, "fetches of 4 MiB, part of the modelled link's rate", fetched["link_fraction"], ""),
-        plain("fetches of 4 MiB without link delays, part of memcpy's rate", fetched["memcpy_fraction"], ""),
+def rows() -> list[Row]:
+    """Everything, in the order of the goals."""
+    single, many, copies = one(SECONDS), eight(SECONDS), link(SECONDS)
+    return [
+        at_most(30, "client: start of a step of 32 chunks, p50", single["client_start_us_p50"], "µs"),
+        plain("client: start of a step of 32 chunks, p99", single["client_start_us_p99"], "µs"),
+        at_most(0.3, "agent: processor time of a step of 32 chunks", single["agent_cpu_ms"], "ms"),
+        at_least(1500, "8 clients, 8 chunks a step, agent on one core", many["steps_per_second"], "steps/s"),
+        plain("the agent's share of that core", many["agent_core_share"], ""),
+        plain("agent: processor time of a step of 8 chunks", many["agent_cpu_ms"], "ms"),
+        at_least(0.95, "fetch, of the modelled 1 GB/s link", copies["link_fraction"], ""),
+        plain("fetch without link delays", copies["memcpy_bytes_per_second"] / 1e9, "GB/s"),
+        plain("memcpy of this machine", copies["memcpy_bound"] / 1e9, "GB/s"),
     ]
-    return finish(record("steps", "What a step costs client and agent, and how near fetches come to the link", rows))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["client"]:
         sys.stdout.write(f"{client(sys.argv[2], sys.argv[3], float(sys.argv[4]))}\n")
     else:
-        sys.exit(main())
+        sys.exit(finish(record("steps", "What a step costs; the agent is a separate `ema up` on one core", rows())))

@@ -406,6 +406,7 @@ class Pool:
     def forget_window(self, window: Window) -> None:
         """The window is to be closed: the agent lets go of it first."""
         if self.alive:
+            self.runs.settle([s.number for s in window.slots])
             self.ask(lambda i: wire.CloseWindow(i, window.number))
         with self._lock:
             self._windows.pop(window.number, None)

@@ -54,6 +54,7 @@ class Program:
         if self.closed:
             return
         if self._runs is self._pool.runs and self._pool.alive:
+            self._runs.settle(self.slots)
             self._pool.ask(lambda i: wire.CloseProgram(i, self.number))
         self.closed = True
         self._pool.forget_program(self)

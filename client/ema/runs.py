@@ -6,7 +6,8 @@ agent that is gone ends with `AgentLost`, whatever agent has come since.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from ema import arguments, errors
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 SLICE: Final = 0.1
 """Seconds of one wait, after which it is asked whether the agent still lives."""
+SETTLE: Final = 1.0
+"""Seconds."""
 _MASK: Final = 0xFFFFFFFF
 
 
@@ -130,6 +133,14 @@ class Runs:
                 for n in (seq - 1, seq):
                     if n > 0:
                         self.check(Ticket(self, wire.run_word(program.number, n), n, program))
+
+    def settle(self, slots: Collection[int]) -> None:
+        """Wait a moment for runs that name these slots: the last slot is handed over just before its run ends."""
+        for ticket in self._outstanding:
+            steps = ticket.of if isinstance(ticket.of, Sequence) else ticket.of.steps
+            if any(s.slot in slots for s in steps):
+                with suppress(errors.EmaError):  # what goes on all the same is the agent's to refuse
+                    self.wait(ticket, SETTLE)
 
     def refuse(self, word: int, seq: int, error: errors.EmaError) -> None:
         """The agent refused a run: it will never start."""

@@ -136,6 +136,21 @@ def test_a_new_program_with_an_old_number_is_not_done_before_it_began(client: em
         program.close()
 
 
+def test_closing_right_after_the_last_slot(client: ema.Pool) -> None:
+    """The run's end is told a moment after its last slot: no reason to refuse."""
+    region = client.region(client.chunk)
+    for _ in range(60):
+        window = client.window(1, 4096)
+        program = client.program([region.step(window[0])])
+        program.start()
+        window[0].wait(5.0)
+        program.close()
+        window[0].release()
+        region.fetch(0, into=window[0])
+        window[0].wait(5.0)
+        window.close()
+
+
 def test_more_than_two_runs_wait_for_their_turn(client: ema.Pool) -> None:
     region, window = client.region(client.chunk), client.window(1, 4096)
     tickets: list[ema.Ticket] = []
