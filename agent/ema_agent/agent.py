@@ -19,9 +19,10 @@ from ema_agent.health import Health
 from ema_agent.lanes import Lanes
 from ema_agent.ledger import Lease, Ledger, Region, State
 from ema_agent.losses import Losses
+from ema_agent.moves import Reclaim
 from ema_agent.node import Node
 from ema_agent.session import Session, welcome
-from ema_agent.steward import Reclaim, Steward
+from ema_agent.steward import Steward
 from ema_agent.watch import OLD, Watch
 from ema_core import wire
 from ema_core.api import MemoryPool
@@ -83,9 +84,9 @@ class Agent:
         self.cleaner = Cleaner(self.steward, self.lanes)
         self.set_pools(pools)
         self.watch = Watch(driver, self.node, self._fresh, self.fail)
-        self.steward.held_changed = self.watch.look_now
+        self.steward.moves.held_changed = self.watch.look_now
         self.steward.may_grant = lambda: self.watch.age <= OLD
-        self.steward.failed = lambda error: self.fail(f"internal error: {error!r}")
+        self.steward.work.failed = lambda error: self.fail(f"internal error: {error!r}")
 
     # --- life ---
 
@@ -129,7 +130,7 @@ class Agent:
         await asyncio.gather(*loops, return_exceptions=True)
         self.watch.stop()
         if self.why_ended is None:
-            await self.steward.stop()
+            await self.steward.work.stop()
             self.backing.trim(0)
             self.gates.close_pages()
 
@@ -231,7 +232,7 @@ class Agent:
             await asyncio.sleep(POLL)
             known = tuple(self.node.devices)
             try:
-                present = [d.id for d in await self.steward.in_thread(self.driver.devices)]
+                present = [d.id for d in await self.steward.work.in_thread(self.driver.devices)]
             except DriverError:
                 continue
             now = time.monotonic()

@@ -37,7 +37,7 @@ class Cleaner:
         pause = LOOK
         while True:
             self._look()
-            await self._steward.trim()
+            await self._steward.moves.trim()
             work = self._candidates()
             if work:
                 pause = LOOK
@@ -79,7 +79,7 @@ class Cleaner:
         chunk.busy = True
         began = time.monotonic()
         try:
-            done = await steward.in_thread(steward.backing.make_twin, chunk)
+            done = await steward.work.in_thread(steward.backing.make_twin, chunk)
         except DriverError:
             done = False
         finally:
@@ -90,7 +90,7 @@ class Cleaner:
         else:
             pause = min(LAST_RETRY, 2 * self._retry.get(chunk.id, (0.0, FIRST_RETRY / 2))[1])
             self._retry[chunk.id] = (time.monotonic() + pause, pause)
-        if steward.passed_over:
+        if steward.moves.passed_over:
             steward.wake()
         if cap := self._lanes.caps.get(chunk.place):
             await asyncio.sleep(max(0.0, chunk.size / cap - (time.monotonic() - began)))

@@ -48,7 +48,7 @@ class Losses:
             elif c.state is State.DIRTY:
                 self._ledger.become(c, State.CLEAN)
         for chunks in dropped.values():
-            self._steward.drop(chunks, Cause.HEALTH, time.monotonic())
+            self._steward.moves.drop(chunks, Cause.HEALTH, time.monotonic())
         for chunks in lost.values():
             self._give_up(chunks, gpu)
 

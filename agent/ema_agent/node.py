@@ -5,10 +5,12 @@ taken yet. While our own memory at a place is changing on a worker thread the tw
 last good one stands.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from ema_core.ids import HOST, GpuId, Place
 from ema_core.state import Gpu
@@ -22,6 +24,10 @@ class Unseen:
     size: int
     others: int
     """Bytes that others used before."""
+
+
+REST: Final = 0.1
+"""Seconds for which a place that failed is left alone."""
 
 
 class Node:
@@ -50,6 +56,8 @@ class Node:
         """Bytes that shares were promised and have not mapped yet."""
         self.withheld: dict[GpuId, int] = defaultdict(int)
         """Clients per GPU that have not opted in to lend it: start-up checks would take lent bytes for used ones."""
+        self.resting: dict[Place, float] = {}
+        """Places that failed, and until when each is left alone (monotonic seconds)."""
         self._begun: dict[Place, int] = defaultdict(int)
         self._ended: dict[Place, int] = defaultdict(int)
         self._used: dict[GpuId, int] = {}
@@ -124,6 +132,14 @@ class Node:
         else:
             del self._unseen[gpu]
             self.leaked.pop(gpu, None)
+
+    def rest(self, place: Place) -> None:
+        """Leave a place alone for a moment, so that a failure that lasts does not become a busy loop."""
+        self.resting[place] = time.monotonic() + REST
+
+    def rested(self, now: float) -> None:
+        """Forget rests that have ended."""
+        self.resting = {p: end for p, end in self.resting.items() if end > now}
 
     def used(self, gpu: GpuId) -> int:
         """Bytes of the GPU that anybody but us uses or was promised."""

@@ -151,7 +151,7 @@ class Regions:
             for c in chunks:
                 c.busy = True
             try:
-                await steward.in_thread(steward.backing.take, chunks)
+                await steward.work.in_thread(steward.backing.take, chunks)
             except DriverError:
                 for c in chunks:
                     c.busy = False
@@ -160,10 +160,10 @@ class Regions:
         with steward.node.changing({c.place for c in held}):
             for c in chunks:
                 steward.ledger.free(c)
-            await steward.in_thread(steward.backing.give_back, chunks, self._lease.id)
+            await steward.work.in_thread(steward.backing.give_back, chunks, self._lease.id)
             for c in held:
                 steward.node.held(c.place, -c.size)
-        steward.held_changed()
+        steward.moves.held_changed()
         steward.wake()
 
     # --- inside ------------------------------------------------------------------------------------------------------

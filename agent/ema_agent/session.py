@@ -2,7 +2,7 @@
 
 Follow one chunk: `GrowRegion` makes it wanted (`regions.grow`) → the steward grants it (`steward._grant`) → `granted`
 answers the client → `OpenProgram` builds copies around its gate (`programs`) → `Start` launches them → a plan moves it
-(`steward._relocate`) → `moved` tells the client → `ShrinkRegion`, or the end of the session, gives it back.
+(`moves._relocate`) → `moved` tells the client → `ShrinkRegion`, or the end of the session, gives it back.
 """
 
 import asyncio
@@ -233,7 +233,7 @@ class Session:
             self.notice.store(wire.NOTICE_OVER, 1)
             self._lanes.forget(self.lease.id)
             self._ending = asyncio.get_running_loop().create_task(self._end())
-            self._ending.add_done_callback(self._steward.done)
+            self._ending.add_done_callback(self._steward.work.done)
 
     async def _end(self) -> None:
         steward, copies, lease = self._steward, self.copies, self.lease
@@ -247,14 +247,14 @@ class Session:
         lost = [c for c in lease.chunks() if c.state is State.LOST]
         if lost:
             with suppress(OutOfMemory):  # without scratch memory for them their copies are dropped with the stream
-                await steward.in_thread(steward.backing.to_scratch, lost, lease.id)
+                await steward.work.in_thread(steward.backing.to_scratch, lost, lease.id)
         await self._let_pass()
         await self.line.hang_up()
         for program in copies.programs.values():
             for graph in program.graphs:
                 graph.close()
         for stream in copies.streams.values():
-            await steward.in_thread(stream.close)
+            await steward.work.in_thread(stream.close)
         await self.regions.free(list(lease.chunks()), certain=True)
         lease.regions.clear()
         steward.backing.forget_scratch(lease.id)

@@ -1,0 +1,259 @@
+"""Moves and drops: bytes leave the place where they are, and the ledger follows them.
+
+A chunk on its way counts where it will be. Whatever fails, a chunk ends where its bytes are and with its gate open.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from ema_agent.backing import Backing, Held, Stuck
+from ema_agent.ledger import Chunk, Lease, Ledger, Region, State
+from ema_agent.node import Node
+from ema_agent.work import Work
+from ema_core.ids import HOST, LeaseId, Place
+from ema_core.plan import Cause, Drop, Move, Plan
+from ema_driver.errors import DriverError, OutOfMemory
+
+BATCH: Final = 8
+"""Chunks of one dirty batch: the lender sees bytes come back while the rest is still copied."""
+
+
+class Listener(Protocol):
+    """Who hears what happened to leases: the sessions and the metrics."""
+
+    def moved(self, lease: Lease, region: Region, size: int) -> None:
+        """Bytes of a region changed place."""
+
+    def dropped(self, lease: Lease, region: Region, chunks: Sequence[int]) -> None:
+        """Chunks are about to be dropped; called while their gates are still closed."""
+
+    def lost(self, lease: Lease, region: Region, chunks: Sequence[int], cause: str) -> None:
+        """Chunks are gone with their GPU; their gates stay closed."""
+
+    def granted(self, lease: Lease, region: Region) -> None:
+        """The memory of a promise has arrived."""
+
+    def reclaimed(self, record: "Reclaim") -> None:
+        """Bytes were taken from where they were."""
+
+    def planned(self, outcome: Plan, seconds: float) -> None:
+        """A plan was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaim:
+    """One batch that was taken from a place."""
+
+    lease: LeaseId
+    source: Place
+    target: Place | None
+    """None: dropped."""
+    size: int
+    cause: Cause
+    clean: bool
+    seconds: float
+    """From the decision until the driver had the bytes back."""
+
+
+class Moves:
+    """Carries out a plan's moves and drops. Belongs to the agent's loop."""
+
+    def __init__(
+        self, node: Node, ledger: Ledger, backing: Backing, *, work: Work, listener: Listener, wake: Callable[[], None]
+    ) -> None:
+        self._node, self._ledger, self._backing = node, ledger, backing
+        self._work, self._listener, self._wake = work, listener, wake
+        self.held_changed: Callable[[], None] = lambda: None
+        """Called when bytes were taken or given back, from any thread, so that memory is read again at once."""
+        self.passed_over = False
+        """The last plan wanted chunks that a worker thread was copying just then: plan again when that ends."""
+        self.spare_limit = 0
+        """Bytes of host memory that are kept for the next chunk."""
+
+    def begin(self, moves: Iterable[Move], now: float) -> None:
+        """Start a plan's moves, in its order."""
+        self.passed_over = False
+        for move in moves:
+            if move.source in self._node.resting or move.target in self._node.resting:
+                continue
+            chunks = self._ledger.pick(move.lease, move.source, move.size, droppable=move.droppable)
+            self.passed_over |= sum(c.size for c in chunks) < move.size
+            if not chunks:
+                continue
+            if move.cause is Cause.PROMOTE:
+                chunks[0].lease.granted_at = now
+            elif move.target == HOST:
+                chunks[0].lease.reclaimed_at = now
+            clean = [c for c in chunks if c.state is State.CLEAN]
+            dirty = [c for c in chunks if c.state is not State.CLEAN]
+            self._ledger.become_all(chunks, State.MOVING, place=move.target)
+            self._work.start(self._relocate(clean, dirty, move, now), move.source)
+
+    async def _relocate(self, clean: list[Chunk], dirty: list[Chunk], move: Move, decided: float) -> None:
+        node = self._node
+        if clean:
+            # The twin is there already: the lender has its bytes back before anything is copied.
+            try:
+                with node.changing({move.source}):
+                    freed, stored, free_from = await self._work.in_thread(self._to_twin, clean)
+                    self.held(move.source, -sum(c.size for c in freed))
+            except DriverError as error:
+                self._failed_move([*clean, *dirty], move, move.source, error)
+                return
+            self._record(move, freed, free_from - decided, clean=True)
+            dirty = stored + dirty
+            if move.target == HOST:
+                self._arrived(freed, State.HOST, HOST)
+            else:
+                await self._carry(freed, move, HOST)
+        for first in range(0, len(dirty), BATCH):
+            batch = dirty[first : first + BATCH]
+            if (left_at := await self._carry(batch, move, move.source)) is not None:
+                self._record(move, batch, left_at - decided, clean=False)
+        await self.trim()
+
+    def _to_twin(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk], float]:
+        """On a worker: chunks that went to their twin, and those that a store had made dirty again (gates open).
+
+        And the moment from which the memory of the first is free.
+        """
+        backing = self._backing
+        backing.take(chunks)
+        true: list[Chunk] = []
+        untrue: list[Chunk] = []
+        for c in chunks:
+            (untrue if c.twin is None or c.gate.dirty else true).append(c)
+        free_from = time.monotonic()
+        if true:
+            free_from = backing.vacate(true)
+            self.held_changed()
+            backing.to_twin(true)
+        backing.gates.open([c.gate for c in chunks])
+        return true, untrue, free_from
+
+    async def _carry(self, batch: list[Chunk], move: Move, source: Place) -> float | None:
+        """Copy a batch to the target; on failure it stays, or goes, where it is safe.
+
+        The moment from which the memory that it left is free, or None if it did not arrive.
+        """
+        if not batch:
+            return None
+        try:
+            with self._node.changing({source, move.target}):
+                free_from = await self._work.in_thread(self._copy, batch, self._way(source, move.target))
+                self.held(source, -sum(c.size for c in batch))
+                self.held(move.target, sum(c.size for c in batch))
+        except DriverError as error:
+            if source != HOST and batch[0].handle.place == HOST:  # it got as far as there
+                self.held(source, -sum(c.size for c in batch))
+                source = HOST
+            self._failed_move(batch, move, source, error)
+            return None
+        if move.target == HOST:
+            self._arrived(batch, State.HOST, HOST)
+        else:
+            twins = [c.has_true_twin for c in batch]  # a store may change it meanwhile, to the safe side
+            self._arrived([c for c, true in zip(batch, twins, strict=True) if true], State.CLEAN, move.target)
+            self._arrived([c for c, true in zip(batch, twins, strict=True) if not true], State.DIRTY, move.target)
+        return free_from
+
+    def _failed_move(self, chunks: list[Chunk], move: Move, source: Place, error: DriverError) -> None:
+        """The target filled up or went away, or a link hangs. The bytes are where they were; the next plan sees why."""
+        if isinstance(error, Stuck):
+            self._bar(source, move.target, error)
+        elif isinstance(error, Held):
+            self._bar(source, chunks[0].lease.gpu, error)
+        else:
+            self._rest(error, source, move.target)
+        self._stay(chunks, source)
+
+    def _stay(self, chunks: Sequence[Chunk], place: Place) -> None:
+        """Chunks that were to leave are where they were."""
+        self._ledger.become_all(chunks, State.HOST if place == HOST else State.DIRTY, place=place)
+        self._wake()
+
+    def _bar(self, source: Place, target: Place, why: DriverError) -> None:
+        self._node.barred[source, target] = str(why)
+        self._node.paths.pop((source, target), None)
+
+    def _way(self, source: Place, target: Place) -> tuple[Place, ...]:
+        """Straight, or by host memory where that pair is barred: every lender has a true way to and from there."""
+        return (target,) if HOST in (source, target) or (source, target) in self._node.paths else (HOST, target)
+
+    def _copy(self, batch: list[Chunk], way: Sequence[Place]) -> float:
+        """On a worker: the moment from which the memory that the batch left is free."""
+        backing = self._backing
+        backing.take(batch)
+        try:
+            free_from, *_ = [backing.copy_to(batch, target) for target in way]
+            return free_from
+        finally:
+            backing.gates.open([c.gate for c in batch])
+
+    def _arrived(self, chunks: Sequence[Chunk], state: State, place: Place) -> None:
+        self._ledger.become_all(chunks, state, place=place)
+        sizes: dict[tuple[Lease, Region], int] = defaultdict(int)
+        for c in chunks:
+            sizes[c.lease, c.region] += c.size
+        for (lease, region), size in sizes.items():
+            self._listener.moved(lease, region, size)
+
+    def begin_drops(self, drops: Iterable[Drop], now: float) -> None:
+        """Start a plan's drops."""
+        for drop in drops:
+            if drop.place not in self._node.resting:
+                self.drop(self._ledger.pick(drop.lease, drop.place, drop.size, droppable=True), drop.cause, now)
+
+    def drop(self, chunks: list[Chunk], cause: Cause, now: float) -> None:
+        """Give up droppable chunks of one lease at one place."""
+        if chunks:
+            chunks[0].lease.reclaimed_at = now
+            self._ledger.become_all(chunks, State.MOVING)
+            self._work.start(self._drop(chunks, cause, now), chunks[0].place)
+
+    async def _drop(self, chunks: list[Chunk], cause: Cause, decided: float) -> None:
+        lease, place = chunks[0].lease, chunks[0].place
+        try:
+            await self._work.in_thread(self._backing.take, chunks)
+            with self._node.changing({place}):
+                free_from = await self._work.in_thread(self._backing.to_scratch, chunks, lease.id)
+                self.held(place, -sum(c.size for c in chunks))
+        except DriverError as error:
+            self._backing.gates.open([c.gate for c in chunks])
+            self._rest(error, place, place)
+            self._stay(chunks, place)
+            return
+        by_region: dict[int, list[int]] = defaultdict(list)
+        self._ledger.become_all(chunks, State.DROPPED)
+        for c in chunks:
+            by_region[c.region.number].append(c.index)
+        # The client's notice word is written before the gate opens: whoever reads scratch can know it.
+        for number, indices in by_region.items():
+            self._listener.dropped(lease, lease.regions[number], indices)
+        self._backing.gates.open([c.gate for c in chunks])
+        size = sum(c.size for c in chunks)
+        seconds = free_from - decided
+        self._listener.reclaimed(Reclaim(lease.id, place, None, size, cause, clean=True, seconds=seconds))
+
+    def held(self, place: Place, size: int) -> None:
+        """We hold so many bytes more at a place, or less."""
+        self._node.held(place, size)
+        self.held_changed()
+
+    def _rest(self, error: DriverError, source: Place, target: Place) -> None:
+        """After a failure: whichever end is to blame is left alone for a moment."""
+        self._node.rest(target if isinstance(error, OutOfMemory) else source)
+
+    def _record(self, move: Move, chunks: Sequence[Chunk], seconds: float, *, clean: bool) -> None:
+        if chunks and move.cause is not Cause.PROMOTE:
+            size = sum(c.size for c in chunks)
+            record = Reclaim(move.lease, move.source, move.target, size, move.cause, clean=clean, seconds=seconds)
+            self._listener.reclaimed(record)
+
+    async def trim(self) -> None:
+        """Give host memory back that is kept for the next chunk, beyond the limit."""
+        if self._backing.spare_bytes > self.spare_limit:
+            await self._work.in_thread(self._backing.trim, self.spare_limit)
