@@ -242,8 +242,12 @@ class Steward:
                 source = HOST
             self._failed_move(batch, move, source, error)
             return None
-        there = State.CLEAN if batch[0].has_true_twin else State.DIRTY
-        self._arrived(batch, State.HOST if move.target == HOST else there, move.target)
+        if move.target == HOST:
+            self._arrived(batch, State.HOST, HOST)
+        else:
+            twins = [c.has_true_twin for c in batch]  # a store may change it meanwhile, to the safe side
+            self._arrived([c for c, true in zip(batch, twins, strict=True) if true], State.CLEAN, move.target)
+            self._arrived([c for c, true in zip(batch, twins, strict=True) if not true], State.DIRTY, move.target)
         return free_from
 
     def _failed_move(self, chunks: list[Chunk], move: Move, source: Place, error: DriverError) -> None:
@@ -256,10 +260,9 @@ class Steward:
             self._rest(error, source, move.target)
         self._stay(chunks, source)
 
-    def _stay(self, chunks: Iterable[Chunk], place: Place) -> None:
+    def _stay(self, chunks: Sequence[Chunk], place: Place) -> None:
         """Chunks that were to leave are where they were."""
-        for c in chunks:
-            self.ledger.become(c, State.HOST if place == HOST else State.DIRTY, place=place)
+        self.ledger.become_all(chunks, State.HOST if place == HOST else State.DIRTY, place=place)
         self.wake()
 
     def _bar(self, source: Place, target: Place, why: DriverError) -> None:
