@@ -189,6 +189,12 @@ class Pool:
                 window.free()
                 raise
             self._windows[number] = window
+            for slot in window.slots:
+                # An earlier window's slot with this number may have been closed while it was full.
+                slot.reset()
+                self.orphans.discard(slot.number)
+                self._fetched.pop(slot.number, None)
+                self.runs.into.pop(slot.number, None)
         return window
 
     def region(self, size: int, *, droppable: bool = False, timeout: float = 2.0) -> Region:

@@ -14,6 +14,7 @@ def test_a_run_begins_while_the_one_before_last_waits_for_its_client(node: Node)
     region.store(data, at=0)
     # The second copy waits for slot 0, which is released only at the end.
     slow = client.run([region.step(window[0], 0), region.step(window[0], MIB)], store=False)
+    window[0].wait(5)  # the first copy is made: what is stored there now does not reach it
     region.store(window[1], 0).wait(5)
     begun = threading.Event()
 

@@ -136,6 +136,19 @@ def test_a_new_program_with_an_old_number_is_not_done_before_it_began(client: em
         program.close()
 
 
+def test_slots_of_a_new_window_are_empty(client: ema.Pool) -> None:
+    """Else a wait would end at once, with bytes that nobody fetched."""
+    region, window = client.region(client.chunk), client.window(1, 4096)
+    region.fetch(0, into=window[0])
+    window[0].wait(5.0)
+    window.close()
+    again = client.window(1, 4096)
+    assert again[0].number == 0
+    assert not again[0].full
+    with pytest.raises(ema.TimedOut):
+        again[0].wait(0.01)
+
+
 def test_closing_right_after_the_last_slot(client: ema.Pool) -> None:
     """The run's end is told a moment after its last slot: no reason to refuse."""
     region = client.region(client.chunk)
