@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench clean gpu
 
 $(VENV)/base: pyproject.toml
 	@echo "== installing ema into $(VENV)"
@@ -32,6 +32,11 @@ lint: $(VENV)/dev
 test: lint
 	@echo "== pytest"
 	@$(BIN)/pytest
+
+# On a machine with an NVIDIA GPU: the contract suite and the agent on it. A hang in the driver ends the run and shows where.
+gpu: $(VENV)/dev
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[cuda,dev]'
+	@$(BIN)/pytest -m gpu tests/driver tests/gpu --timeout=60 --timeout-method=thread -o junit_family=xunit1
 
 bench: $(VENV)/dev
 	@for script in plan sim steps reclaim replay memory; do echo "== bench/$$script.py"; $(BIN)/python bench/$$script.py || exit 1; done

@@ -11,7 +11,7 @@ from driver.gates import window
 from driver.peer import pattern
 from ema_core.ids import HOST, GpuId, Place
 from ema_driver.errors import InvalidUse
-from ema_driver.protocol import Copy, MemoryDriver, Wait, Write
+from ema_driver.protocol import Copy, MemoryDriver, Stream, Wait, Write
 
 
 def test_operations_run_in_order(driver: MemoryDriver, gpus: list[GpuId], unit: int) -> None:
@@ -113,6 +113,38 @@ def test_silent_borrowers_do_not_stall_the_next(
         served.close()
     assert not any(stream.done() for stream in silent)
     page.fill(range(len(silent)), 1)
+    assert all(stream.synchronize(5) for stream in silent)
+
+
+def test_silent_borrowers_of_host_memory_do_not_keep_the_next_from_its_program(
+    backend: Backend, driver: MemoryDriver, gpus: list[GpuId], unit: int
+) -> None:
+    page = driver.words(64)
+    to, _ = window(driver, gpus[0], unit)
+    of, _ = window(driver, HOST, unit)
+    silent: list[Stream] = []
+
+    def borrow() -> None:
+        for i in range(backend.gated):
+            stream = driver.stream(gpus[0])
+            graph = stream.instantiate([Wait(page, i, 1), Copy(to, of, unit), Write(page, 50, 1)])
+            graph.launch()
+            graph.launch()
+            silent.append(stream)
+        served = driver.stream(gpus[0])
+        served.instantiate([Copy(to, of, unit), Write(page, 60, 1)]).launch()
+        assert served.synchronize(5)
+
+    thread = threading.Thread(target=borrow)
+    thread.start()
+    thread.join(15)
+    silenced, stuck = len(silent), thread.is_alive()
+    ran = page.load(50) == 1
+    page.fill(range(backend.gated), 1)  # whatever it is stuck in goes on now
+    thread.join(15)
+    assert not stuck, f"a program could not be made or run beside {silenced} silent borrowers"
+    assert not ran
+    assert page.load(60) == 1
     assert all(stream.synchronize(5) for stream in silent)
 
 

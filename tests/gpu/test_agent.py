@@ -69,6 +69,12 @@ def borrower(socket: str, rounds: int, *more: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+def leases(folder: Path) -> object:
+    """What the agent still has open."""
+    command = [sys.executable, "-c", "from ema_cli.main import run; run()", "leases", "--folder", str(folder), "--json"]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)["leases"]
+
+
 def free(cuda: MemoryDriver) -> int:
     return cuda.memory()[cuda.devices()[0].id].free
 
@@ -101,4 +107,5 @@ def test_a_borrower_stores_and_fetches_what_the_host_lends(
             time.sleep(0.05)
         record_property("all given back after, s", round(time.monotonic() - began, 3))
         assert free(cuda) == pytest.approx(idle, abs=12 * MIB)
+        assert leases(tmp_path) == []
     assert free(cuda) == pytest.approx(before, abs=12 * MIB)
