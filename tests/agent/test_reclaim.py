@@ -10,7 +10,10 @@ SIZE = 12 * MIB
 
 
 def all_clean(node: Node) -> None:
-    node.until(lambda a: all(c.state is State.CLEAN for c in a.ledger.chunks()), saying="every chunk has a twin")
+    node.until(
+        lambda a: all(c.state is State.CLEAN and not c.gate.dirty for c in a.ledger.chunks()),
+        saying="every chunk has a twin",
+    )
 
 
 def empty_a_lender(node: Node, gpu: int = 1) -> None:

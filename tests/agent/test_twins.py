@@ -20,7 +20,10 @@ CHUNK = 256 * KIB
 
 
 def all_clean(node: Node) -> None:
-    node.until(lambda a: all(c.state is State.CLEAN for c in a.ledger.chunks()), saying="every chunk has a twin")
+    node.until(
+        lambda a: all(c.state is State.CLEAN and not c.gate.dirty for c in a.ledger.chunks()),
+        saying="every chunk has a twin",
+    )
 
 
 def reclaimed(node: Node, gpu: int) -> None:
