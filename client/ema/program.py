@@ -10,7 +10,7 @@ from ema_core import wire
 from ema_core.wire import CopyStep
 
 if TYPE_CHECKING:
-    from ema.pool import Pool
+    from ema.link import Link
 
 
 class Program:
@@ -20,7 +20,7 @@ class Program:
     made during the current one.
     """
 
-    def __init__(self, pool: "Pool", number: int, steps: Sequence[CopyStep], size: int) -> None:
+    def __init__(self, pool: "Link", number: int, steps: Sequence[CopyStep], size: int) -> None:
         self._pool = pool
         self._runs = pool.runs
         self.number = number

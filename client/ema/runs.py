@@ -18,7 +18,7 @@ from ema_core.wire import CopyStep
 from ema_driver.protocol import Words
 
 if TYPE_CHECKING:
-    from ema.pool import Pool
+    from ema.link import Link
     from ema.program import Program
 
 SLICE: Final = 0.1
@@ -31,7 +31,7 @@ _MASK: Final = 0xFFFFFFFF
 class Runs:
     """Starts runs and waits for them. Thread-safe."""
 
-    def __init__(self, pool: "Pool", channel: Channel, shared: Words, notice: Words) -> None:
+    def __init__(self, pool: "Link", channel: Channel, shared: Words, notice: Words) -> None:
         self._pool, self._channel, self._notice = pool, channel, notice
         self.shared = shared
         """The page of slot flags."""

@@ -15,7 +15,7 @@ from ema_driver.errors import DriverError
 from ema_driver.protocol import Handle, Words
 
 if TYPE_CHECKING:
-    from ema.pool import Pool
+    from ema.link import Link
 
 SLICE: Final = 0.1
 """Seconds of one wait, after which it is asked whether the agent still lives."""
@@ -24,7 +24,7 @@ SLICE: Final = 0.1
 class Slot:
     """One slot. `view` is its memory; `number` is its place among all slots of the pool."""
 
-    def __init__(self, pool: "Pool", number: int, size: int, view: memoryview | None, address: int) -> None:
+    def __init__(self, pool: "Link", number: int, size: int, view: memoryview | None, address: int) -> None:
         self._pool = self.pool = pool
         self.number = number
         self.size = size
@@ -125,7 +125,7 @@ class Slot:
 class Window:
     """Slots of equal size in one piece of memory. Close it to give the memory back."""
 
-    def __init__(self, pool: "Pool", number: int, first: int, slots: int, slot_bytes: int) -> None:
+    def __init__(self, pool: "Link", number: int, first: int, slots: int, slot_bytes: int) -> None:
         self._pool = pool
         self.number, self.first, self.slot_bytes = number, first, slot_bytes
         self.size = slots * slot_bytes
