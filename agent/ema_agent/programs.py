@@ -62,13 +62,13 @@ class Load:
 
 @dataclass(slots=True)
 class Program:
-    """Copies made ready. `graphs` holds an instance for even and one for odd sequence numbers."""
+    """Copies made ready. `graphs` holds an instance for even and one for odd sequence numbers, once there are any."""
 
     number: int
     store: bool
     steps: Sequence[CopyStep]
-    graphs: tuple[Graph, Graph]
     chunks: list[Chunk]
+    graphs: list[Graph] = field(default_factory=list)
     seq: int = 0
     bytes_by_place: Mapping[Place, int] = field(default_factory=dict)
     version: int = -1
@@ -149,8 +149,11 @@ class Copies:
 
     # --- programs ---
 
-    def open_program(self, message: wire.OpenProgram) -> Program:
-        """Check and instantiate. Raises Refusal."""
+    def open_program(self, message: wire.OpenProgram) -> tuple[Program, Callable[[], None]]:
+        """Check and enter a program; and what makes it ready, to be called on a thread of its own. Raises Refusal.
+
+        A driver may hold an instantiation up until copies that are queued elsewhere go on, so the loop does not make it.
+        """
         if message.program in self.programs or not 0 <= message.program < wire.MAX_PROGRAMS:
             raise Refusal.bad("program", message.program, f"a new number below {wire.MAX_PROGRAMS}")
         for step in message.steps:
@@ -159,19 +162,29 @@ class Copies:
                 raise Refusal.bad("steps.region", step.region, "a region that is not droppable (use a run)")
         chunks: list[Chunk] = []
         ops = self._ops(message.steps, message.store, chunks)
-        stream = self.streams[message.store]
-        even = stream.instantiate([*ops, *self._end(wire.run_word(message.program, 0))])
-        odd = stream.instantiate([*ops, *self._end(wire.run_word(message.program, 1))])
         unique = list(dict.fromkeys(chunks))
-        program = Program(message.program, message.store, tuple(message.steps), (even, odd), unique)
+        program = Program(message.program, message.store, tuple(message.steps), unique)
         self.programs[program.number] = program
-        return program
+
+        def make_ready() -> None:
+            stream = self.streams[message.store]
+            even, odd = (
+                stream.instantiate([*ops, *self._end(wire.run_word(message.program, parity))]) for parity in (0, 1)
+            )
+            program.graphs += [even, odd]
+
+        return program, make_ready
+
+    def forget_program(self, program: Program) -> None:
+        """It could not be made ready."""
+        del self.programs[program.number]
 
     def close_program(self, number: int) -> None:
         """Forget a program whose runs have ended. Raises Refusal."""
         program = self.programs.get(number)
         if program is None:
             raise Refusal.bad("program", number, "a program that is open")
+        self._check_ready(program)
         if any(self._private.load(wire.run_word(number, i)) for i in (0, 1)):
             raise Refusal(Kinds.IN_USE, f"program {number} is under way: wait for its end first")
         del self.programs[number]
@@ -186,9 +199,15 @@ class Copies:
             raise Refusal.bad("program", message.program, "a program that is open")
         if message.seq <= program.seq:
             return None
+        self._check_ready(program)
         self._room(wire.run_word(message.program, message.seq), message.seq, program)
         program.seq = message.seq
         return program
+
+    @staticmethod
+    def _check_ready(program: Program) -> None:
+        if not program.graphs:
+            raise Refusal(Kinds.BUSY, f"program {program.number} is being made ready: wait for that answer first")
 
     def launch(self, program: Program, seq: int, now: float) -> None:
         """Start a run that `due` let through."""

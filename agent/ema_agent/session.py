@@ -145,8 +145,17 @@ class Session:
 
     def _open_program(self, message: wire.OpenProgram) -> None:
         self._few(message.steps)
-        program = self.copies.open_program(message)
-        self.line.send(wire.Done(message.id, program.size))
+        program, make_ready = self.copies.open_program(message)
+
+        async def ready() -> int:
+            try:
+                await self._steward.work.apart(make_ready)
+            except DriverError:
+                self.copies.forget_program(program)
+                raise
+            return program.size
+
+        self.line.later(message.id, ready())
 
     def _close_program(self, message: wire.CloseProgram) -> None:
         self.copies.close_program(message.program)

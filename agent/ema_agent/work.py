@@ -10,6 +10,8 @@ from ema_core.ids import Place
 
 T = TypeVar("T")
 WORKERS: Final = 4
+APART: Final = 16
+"""Threads for driver calls that may be held up by copies queued elsewhere."""
 
 
 class Work:
@@ -21,6 +23,7 @@ class Work:
         self.failed: Callable[[BaseException], None] = _raise
         """Called on the loop with what no piece of work may raise: the ledger is right no more."""
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="ema-move")
+        self._apart = ThreadPoolExecutor(APART, thread_name_prefix="ema-apart")
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaving: dict[Place, set[asyncio.Task[None]]] = defaultdict(set)
 
@@ -32,6 +35,10 @@ class Work:
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:
         """Run blocking driver work on a worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, lambda: work(*args))
+
+    async def apart(self, work: Callable[[], T]) -> T:
+        """Run a driver call that others' queued copies may hold up, where it holds up nothing else."""
+        return await asyncio.get_running_loop().run_in_executor(self._apart, work)
 
     def start(self, work: Coroutine[Any, Any, None], leaving: Place | None = None) -> None:
         """Begin a piece of work on the loop; `leaving` is a place that it frees memory of."""
@@ -56,6 +63,7 @@ class Work:
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         self._workers.shutdown(wait=True)
+        self._apart.shutdown(wait=False)
 
     def _ended(self, task: "asyncio.Task[None]", leaving: Place | None) -> None:
         self._tasks.discard(task)
