@@ -152,7 +152,7 @@ class Copies:
     def open_program(self, message: wire.OpenProgram) -> tuple[Program, Callable[[], None]]:
         """Check and enter a program; and what makes it ready, to be called on a thread of its own. Raises Refusal.
 
-        A driver may hold an instantiation up until copies that are queued elsewhere go on, so the loop does not make it.
+        A driver may hold an instantiation up until copies queued elsewhere go on, so the loop does not make it.
         """
         if message.program in self.programs or not 0 <= message.program < wire.MAX_PROGRAMS:
             raise Refusal.bad("program", message.program, f"a new number below {wire.MAX_PROGRAMS}")

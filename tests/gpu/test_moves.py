@@ -69,6 +69,7 @@ def test_chunks_move_between_host_and_gpu_under_a_running_graph(cuda: MemoryDriv
 
     def clean() -> None:
         backing.take(chunks)
+        backing.vacate(chunks)
         backing.to_twin(chunks)
 
     def dirty() -> None:
