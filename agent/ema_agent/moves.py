@@ -3,9 +3,10 @@
 A chunk on its way counts where it will be. Whatever fails, a chunk ends where its bytes are and with its gate open.
 """
 
+import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -19,6 +20,8 @@ from ema_driver.errors import DriverError, OutOfMemory
 
 BATCH: Final = 8
 """Chunks of one dirty batch: the lender sees bytes come back while the rest is still copied."""
+ABREAST: Final = 2
+"""Dirty batches of one move at once: the link never waits while memory is taken for the next batch and given back."""
 
 
 class Listener(Protocol):
@@ -98,8 +101,11 @@ class Moves:
             # The twin is there already: the lender has its bytes back before anything is copied.
             try:
                 with node.changing({move.source}):
-                    freed, stored, free_from = await self._work.in_thread(self._to_twin, clean)
-                    self.held(move.source, -sum(c.size for c in freed))
+                    freed, stored, free_from = await self._work.in_thread(self._vacate, clean)
+                    node.held(move.source, -sum(c.size for c in freed))
+                # Only a reading from now on shows the lender its bytes; mapping the twins must not hold it up.
+                self.held_changed()
+                await self._work.in_thread(self._to_twin, freed)
             except DriverError as error:
                 self._failed_move([*clean, *dirty], move, move.source, error)
                 return
@@ -109,16 +115,19 @@ class Moves:
                 self._arrived(freed, State.HOST, HOST)
             else:
                 await self._carry(freed, move, HOST)
-        for first in range(0, len(dirty), BATCH):
-            batch = dirty[first : first + BATCH]
-            if (left_at := await self._carry(batch, move, move.source)) is not None:
-                self._record(move, batch, left_at - decided, clean=False)
+        batches = iter([dirty[first : first + BATCH] for first in range(0, len(dirty), BATCH)])
+        await asyncio.gather(*(self._carry_all(batches, move, decided) for _ in range(ABREAST)))
         await self.trim()
 
-    def _to_twin(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk], float]:
-        """On a worker: chunks that went to their twin, and those that a store had made dirty again (gates open).
+    async def _carry_all(self, batches: Iterator[list[Chunk]], move: Move, decided: float) -> None:
+        for batch in batches:
+            if (left_at := await self._carry(batch, move, move.source)) is not None:
+                self._record(move, batch, left_at - decided, clean=False)
 
-        And the moment from which the memory of the first is free.
+    def _vacate(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk], float]:
+        """On a worker: chunks whose memory is free, for their twin is true, and those that a store had made dirty again.
+
+        And the moment from which it is free. Gates of the first are closed still, those of the others are open.
         """
         backing = self._backing
         backing.take(chunks)
@@ -126,13 +135,15 @@ class Moves:
         untrue: list[Chunk] = []
         for c in chunks:
             (untrue if c.twin is None or c.gate.dirty else true).append(c)
-        free_from = time.monotonic()
-        if true:
-            free_from = backing.vacate(true)
-            self.held_changed()
-            backing.to_twin(true)
-        backing.gates.open([c.gate for c in chunks])
+        free_from = backing.vacate(true) if true else time.monotonic()
+        backing.gates.open([c.gate for c in untrue])
         return true, untrue, free_from
+
+    def _to_twin(self, chunks: list[Chunk]) -> None:
+        """On a worker: vacated chunks appear in host memory."""
+        if chunks:
+            self._backing.to_twin(chunks)
+            self._backing.gates.open([c.gate for c in chunks])
 
     async def _carry(self, batch: list[Chunk], move: Move, source: Place) -> float | None:
         """Copy a batch to the target; on failure it stays, or goes, where it is safe.
