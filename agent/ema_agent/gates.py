@@ -34,7 +34,7 @@ OPEN: Final = 1
 PAGE_CHUNKS: Final = 1024
 LOOK: Final = 50e-6
 """Seconds between two looks at a busy word."""
-FIRST_REOPEN: Final = 0.001
+FIRST_REOPEN: Final = 250e-6
 LONGEST_COPY: Final = 0.02
 """Seconds for which a busy word stays 1 before it is taken for a copy stopped at the second wait: the first at first,
 then twice as long each time, up to the other. Opening too early costs nothing but another wait."""
