@@ -34,8 +34,10 @@ OPEN: Final = 1
 PAGE_CHUNKS: Final = 1024
 LOOK: Final = 50e-6
 """Seconds between two looks at a busy word."""
+FIRST_REOPEN: Final = 250e-6
 LONGEST_COPY: Final = 0.02
-"""Seconds after which a busy word that stays 1 is taken for a copy stopped at the second wait."""
+"""Seconds for which a busy word stays 1 before it is taken for a copy stopped at the second wait: the first at first,
+then twice as long each time, up to the other. Opening too early costs nothing but another wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +122,19 @@ class Gates:
         self.close(gates)
         pending = [g for g in gates if self._busy(g)]
         start = time.monotonic()
-        closed_at = start
+        closed_at, limit = start, FIRST_REOPEN
         while pending:
             time.sleep(LOOK)
             pending = [g for g in pending if self._busy(g)]
             now = time.monotonic()
             if now - start > patience:
                 break
-            if pending and now - closed_at > LONGEST_COPY:
+            if pending and now - closed_at > limit:
                 self.open(pending)
                 time.sleep(LOOK)
                 self.close(pending)
                 self.reopened += len(pending)
-                closed_at = time.monotonic()
+                closed_at, limit = time.monotonic(), min(LONGEST_COPY, 2 * limit)
         return pending
 
     def clear_dirty(self, gate: Gate) -> bool:

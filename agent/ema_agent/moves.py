@@ -3,9 +3,10 @@
 A chunk on its way counts where it will be. Whatever fails, a chunk ends where its bytes are and with its gate open.
 """
 
+import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -19,6 +20,8 @@ from ema_driver.errors import DriverError, OutOfMemory
 
 BATCH: Final = 8
 """Chunks of one dirty batch: the lender sees bytes come back while the rest is still copied."""
+ABREAST: Final = 2
+"""Dirty batches of one move at once: the link never waits while memory is taken for the next batch and given back."""
 
 
 class Listener(Protocol):
@@ -56,6 +59,8 @@ class Reclaim:
     clean: bool
     seconds: float
     """From the decision until the driver had the bytes back."""
+    own_seconds: float
+    """Of these, until no copy could touch the chunks any more: what came then were the driver's calls."""
 
 
 class Moves:
@@ -98,27 +103,34 @@ class Moves:
             # The twin is there already: the lender has its bytes back before anything is copied.
             try:
                 with node.changing({move.source}):
-                    freed, stored, free_from = await self._work.in_thread(self._to_twin, clean)
-                    self.held(move.source, -sum(c.size for c in freed))
+                    freed, stored, taken, free_from = await self._work.in_thread(self._vacate, clean)
+                    node.held(move.source, -sum(c.size for c in freed))
+                # Only a reading from now on shows the lender its bytes; mapping the twins must not hold it up.
+                self.held_changed()
+                await self._work.in_thread(self._to_twin, freed)
             except DriverError as error:
                 self._failed_move([*clean, *dirty], move, move.source, error)
                 return
-            self._record(move, freed, free_from - decided, clean=True)
+            self._record(move, freed, (taken - decided, free_from - decided), clean=True)
             dirty = stored + dirty
             if move.target == HOST:
                 self._arrived(freed, State.HOST, HOST)
             else:
                 await self._carry(freed, move, HOST)
-        for first in range(0, len(dirty), BATCH):
-            batch = dirty[first : first + BATCH]
-            if (left_at := await self._carry(batch, move, move.source)) is not None:
-                self._record(move, batch, left_at - decided, clean=False)
+        batches = iter([dirty[first : first + BATCH] for first in range(0, len(dirty), BATCH)])
+        await asyncio.gather(*(self._carry_all(batches, move, decided) for _ in range(ABREAST)))
         await self.trim()
 
-    def _to_twin(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk], float]:
-        """On a worker: chunks that went to their twin, and those that a store had made dirty again (gates open).
+    async def _carry_all(self, batches: Iterator[list[Chunk]], move: Move, decided: float) -> None:
+        for batch in batches:
+            if (times := await self._carry(batch, move, move.source)) is not None:
+                self._record(move, batch, (times[0] - decided, times[1] - decided), clean=False)
 
-        And the moment from which the memory of the first is free.
+    def _vacate(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk], float, float]:
+        """On a worker: chunks whose memory is free, for their twin is true, and those that a store had made dirty again.
+
+        And the moments when they were taken and from which it is free. Gates of the first are closed still, those of
+        the others are open.
         """
         backing = self._backing
         backing.take(chunks)
@@ -126,24 +138,27 @@ class Moves:
         untrue: list[Chunk] = []
         for c in chunks:
             (untrue if c.twin is None or c.gate.dirty else true).append(c)
-        free_from = time.monotonic()
-        if true:
-            free_from = backing.vacate(true)
-            self.held_changed()
-            backing.to_twin(true)
-        backing.gates.open([c.gate for c in chunks])
-        return true, untrue, free_from
+        taken = time.monotonic()
+        free_from = backing.vacate(true) if true else taken
+        backing.gates.open([c.gate for c in untrue])
+        return true, untrue, taken, free_from
 
-    async def _carry(self, batch: list[Chunk], move: Move, source: Place) -> float | None:
+    def _to_twin(self, chunks: list[Chunk]) -> None:
+        """On a worker: vacated chunks appear in host memory."""
+        if chunks:
+            self._backing.to_twin(chunks)
+            self._backing.gates.open([c.gate for c in chunks])
+
+    async def _carry(self, batch: list[Chunk], move: Move, source: Place) -> tuple[float, float] | None:
         """Copy a batch to the target; on failure it stays, or goes, where it is safe.
 
-        The moment from which the memory that it left is free, or None if it did not arrive.
+        The moments when it was taken and from which the memory that it left is free, or None if it did not arrive.
         """
         if not batch:
             return None
         try:
             with self._node.changing({source, move.target}):
-                free_from = await self._work.in_thread(self._copy, batch, self._way(source, move.target))
+                times = await self._work.in_thread(self._copy, batch, self._way(source, move.target))
                 self.held(source, -sum(c.size for c in batch))
                 self.held(move.target, sum(c.size for c in batch))
         except DriverError as error:
@@ -158,7 +173,7 @@ class Moves:
             twins = [c.has_true_twin for c in batch]  # a store may change it meanwhile, to the safe side
             self._arrived([c for c, true in zip(batch, twins, strict=True) if true], State.CLEAN, move.target)
             self._arrived([c for c, true in zip(batch, twins, strict=True) if not true], State.DIRTY, move.target)
-        return free_from
+        return times
 
     def _failed_move(self, chunks: list[Chunk], move: Move, source: Place, error: DriverError) -> None:
         """The target filled up or went away, or a link hangs. The bytes are where they were; the next plan sees why."""
@@ -183,13 +198,14 @@ class Moves:
         """Straight, or by host memory where that pair is barred: every lender has a true way to and from there."""
         return (target,) if HOST in (source, target) or (source, target) in self._node.paths else (HOST, target)
 
-    def _copy(self, batch: list[Chunk], way: Sequence[Place]) -> float:
-        """On a worker: the moment from which the memory that the batch left is free."""
+    def _copy(self, batch: list[Chunk], way: Sequence[Place]) -> tuple[float, float]:
+        """On a worker: the moments when the batch was taken and from which the memory that it left is free."""
         backing = self._backing
         backing.take(batch)
+        taken = time.monotonic()
         try:
             free_from, *_ = [backing.copy_to(batch, target) for target in way]
-            return free_from
+            return taken, free_from
         finally:
             backing.gates.open([c.gate for c in batch])
 
@@ -218,6 +234,7 @@ class Moves:
         lease, place = chunks[0].lease, chunks[0].place
         try:
             await self._work.in_thread(self._backing.take, chunks)
+            taken = time.monotonic()
             with self._node.changing({place}):
                 free_from = await self._work.in_thread(self._backing.to_scratch, chunks, lease.id)
                 self.held(place, -sum(c.size for c in chunks))
@@ -235,8 +252,11 @@ class Moves:
             self._listener.dropped(lease, lease.regions[number], indices)
         self._backing.gates.open([c.gate for c in chunks])
         size = sum(c.size for c in chunks)
-        seconds = free_from - decided
-        self._listener.reclaimed(Reclaim(lease.id, place, None, size, cause, clean=True, seconds=seconds))
+        self._listener.reclaimed(
+            Reclaim(
+                *(lease.id, place, None, size, cause), clean=True, seconds=free_from - decided, own_seconds=taken - decided
+            )
+        )
 
     def held(self, place: Place, size: int) -> None:
         """We hold so many bytes more at a place, or less."""
@@ -247,11 +267,18 @@ class Moves:
         """After a failure: whichever end is to blame is left alone for a moment."""
         self._node.rest(target if isinstance(error, OutOfMemory) else source)
 
-    def _record(self, move: Move, chunks: Sequence[Chunk], seconds: float, *, clean: bool) -> None:
+    def _record(self, move: Move, chunks: Sequence[Chunk], times: tuple[float, float], *, clean: bool) -> None:
         if chunks and move.cause is not Cause.PROMOTE:
             size = sum(c.size for c in chunks)
-            record = Reclaim(move.lease, move.source, move.target, size, move.cause, clean=clean, seconds=seconds)
-            self._listener.reclaimed(record)
+            own, seconds = times
+            self._listener.reclaimed(
+                Reclaim(
+                    *(move.lease, move.source, move.target, size, move.cause),
+                    clean=clean,
+                    seconds=seconds,
+                    own_seconds=own,
+                )
+            )
 
     async def trim(self) -> None:
         """Give host memory back that is kept for the next chunk, beyond the limit."""

@@ -54,6 +54,8 @@ class Node:
         self._unseen: dict[GpuId, Unseen] = {}
         self.promised: dict[GpuId, int] = defaultdict(int)
         """Bytes that shares were promised and have not mapped yet."""
+        self._mapped: dict[GpuId, int] = defaultdict(int)
+        """Bytes that shares have mapped since the reading in `_used` began."""
         self.withheld: dict[GpuId, int] = defaultdict(int)
         """Clients per GPU that have not opted in to lend it: start-up checks would take lent bytes for used ones."""
         self.resting: dict[Place, float] = {}
@@ -84,6 +86,7 @@ class Node:
             if quiet.get(gpu) == self._begun[gpu]:
                 self._used[gpu] = max(0, info.used - self.ours[gpu])
                 self._fits[gpu] = self._begun[gpu]
+                self._mapped[gpu] = 0
                 self._look_for_leaks(gpu)
 
     def observe(self) -> None:
@@ -118,6 +121,12 @@ class Node:
             entry = self._unseen.setdefault(gpu, Unseen(0, self._used.get(gpu, 0)))
             entry.size -= size
 
+    def mapped(self, gpu: GpuId, size: int) -> None:
+        """A share has mapped `size` bytes: in use, though readings that have begun may show them free."""
+        self._mapped[gpu] += size
+        with self.changing({gpu}):
+            pass  # readings from before fit no more
+
     def quiet_now(self, gpu: GpuId) -> bool:
         """Whether the last reading of this GPU still holds: nothing of ours has changed on it since."""
         return self._fits.get(gpu) == self._begun[gpu]
@@ -143,7 +152,7 @@ class Node:
 
     def used(self, gpu: GpuId) -> int:
         """Bytes of the GPU that anybody but us uses or was promised."""
-        return self._used.get(gpu, 0) + self.promised[gpu]
+        return self._used.get(gpu, 0) + self.promised[gpu] + self._mapped[gpu]
 
     def free(self, gpu: GpuId) -> int:
         """Bytes that the driver shows free now."""

@@ -62,6 +62,8 @@ class OwnShare:
         if message.size < 0:
             raise Refusal.bad("size", message.size, "0 or more bytes")
         self._opt_in()
+        if (taken := min(message.size - self.mapped, self.promised)) > 0:
+            self._node.mapped(self._gpu, taken)
         self._set(self._granted if self.waiters else message.size, message.size)
 
     def look(self, now: float) -> None:

@@ -79,7 +79,7 @@ def _counted(agent: "Agent") -> dict[str, Any]:
             for (cause, clean), d in sorted(figures.reclaims.items())
         ],
         "recent_reclaims": [
-            {"seconds": r.seconds, "bytes": r.size, "clean": r.clean, "cause": r.cause}
+            {"seconds": r.seconds, "own_seconds": r.own_seconds, "bytes": r.size, "clean": r.clean, "cause": r.cause}
             for r in figures.recent
             if r.cause in OWNERS
         ],
