@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import resource
 import socket
-import struct
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -26,7 +25,6 @@ BORROWING = 4
 """The first of them have the clients; nobody runs on the others, so they lend."""
 REST = 5.0
 """Seconds of rest that are looked at."""
-FDS = wire.MAX_DESCRIPTORS * struct.calcsize("i")
 
 
 def receive(sock: socket.socket) -> wire.AgentMessage:

@@ -79,7 +79,6 @@ class Agent:
         """Memory has been read that is not as it was when the last plan was made."""
         self._numbers = itertools.count(1)
         self._end = asyncio.Event()
-        self._refresh = asyncio.Event()
         self.lanes = Lanes(time.monotonic, asyncio.get_running_loop().call_later)
         self.cleaner = Cleaner(self.steward, self.lanes)
         self.set_pools(pools)

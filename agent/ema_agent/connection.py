@@ -43,16 +43,8 @@ class Connection:
         self._ended = ended
         self._loop = asyncio.get_running_loop()
         self._outbox: deque[tuple[bytes, list[int]]] = deque()
-        self.left_out = 0
-        """Events that a client which does not read was not sent."""
         self.closed = False
         self._loop.add_reader(sock.fileno(), self._readable)
-
-    @property
-    def peer(self) -> tuple[int, int, int]:
-        """Process, user and group at the other end; the process is 0 across PID namespaces."""
-        pid, uid, gid = struct.unpack("3i", self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return pid, uid, gid
 
     def send(self, message: wire.AgentMessage, fds: Sequence[int] = ()) -> None:
         """Send an answer; `fds` are duplicated and stay the caller's."""
@@ -66,9 +58,7 @@ class Connection:
 
     def tell(self, message: wire.AgentMessage) -> None:
         """Send an event that may be left out if the client does not read."""
-        if len(self._outbox) >= OUTBOX // 2:
-            self.left_out += 1
-        else:
+        if len(self._outbox) < OUTBOX // 2:
             self.send(message)
 
     def close(self, why: str) -> None:

@@ -266,7 +266,7 @@ class Regions:
         if wanted + more > lease.limit:
             raise Refusal(
                 Kinds.LIMIT,
-                f"{more} more bytes than the {wanted} held or asked for are above this lease's limit of {lease.limit}",
+                f"{more} bytes beside the {wanted} held or asked for pass this lease's limit of {lease.limit}",
                 field="size",
                 value=more,
                 expected=f"at most {max(0, lease.limit - wanted)} more bytes",

@@ -12,7 +12,7 @@ from ema_core.resolve import implausible
 
 
 def check(
-    pool: Annotated[Path, typer.Argument(help="MemoryPool file.")],
+    pool: Annotated[Path, typer.Argument(metavar="POOL", help="MemoryPool file.")],
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check a pool file: exit code 2 and a line for each wrong field, or what the pool means."""

@@ -126,7 +126,7 @@ def _queued(position: int | None, deadline: float | None) -> str:
 
 
 def drain(
-    gpu: Annotated[str, typer.Argument(help="Index or UUID.")],
+    gpu: Annotated[str, typer.Argument(metavar="GPU", help="Index or UUID.")],
     undo: Annotated[bool, typer.Option(help="Let the GPU lend again.")] = False,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait until it is empty.")] = 30.0,
     folder: Folder = None,

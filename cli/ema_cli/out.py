@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -55,20 +56,20 @@ def as_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
 
 
 def size(amount: int | None) -> str:
-    """Bytes for people: `1.50 GiB`."""
+    """Bytes for people: `1.5 GiB`."""
     if amount is None:
         return "?"
     value = float(amount)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+            return f"{value:.4g} {unit}"
         value /= 1024
-    return f"{value:.2f} TiB"
+    return f"{value:.4g} TiB"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]) -> Table:
-    """A table whose columns named in `right` are right-aligned."""
-    made = Table(header_style="bold")
+    """A table whose columns named in `right` are right-aligned; no frame, so that more of it fits on a terminal."""
+    made = Table(header_style="bold", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in columns:
         made.add_column(name, justify="right" if name in right else "left", overflow="fold")
     for row in rows:

@@ -17,7 +17,7 @@ from ema_core.resolve import implausible
 
 
 def replay_command(  # noqa: PLR0917 (typer takes options as parameters)
-    trace: Annotated[Path, typer.Argument(help="Azure CSV or Mooncake JSONL, plain or gzipped.")],
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Azure CSV or Mooncake JSONL, plain or gzipped.")],
     pool: Annotated[Path, typer.Option(help="MemoryPool file.")],
     model: Annotated[str, typer.Option(help="Preset, or weights=16Gi,kv=128Ki,params=8G,layers=32.")] = "llama-3.1-70b",
     gpu: Annotated[

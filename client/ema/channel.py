@@ -84,7 +84,8 @@ class Channel:
             answer, self.fds = self._receive()
         except OSError as error:
             self._sock.close()
-            raise errors.AgentLost(f"no agent answers at {path}: {error.strerror or error}") from error
+            why = f"no agent answers at {path} ({error.strerror or error})"
+            raise errors.AgentLost(f"{why}; start one with `ema up`, or name its socket in EMA_SOCKET") from error
         except errors.AgentLost:
             self._sock.close()
             raise

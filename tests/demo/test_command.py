@@ -118,7 +118,7 @@ def test_an_agent_that_dies_ends_the_demo_with_a_message(folder: Path) -> None:
         (["--duration", "9999s"], "--duration", "9999"),
         (["--duration", "5"], "--duration", "5"),
         (["--rate", "-1"], "--rate", "-1"),
-        (["--link", "ethernet"], "link", "ethernet"),
+        (["--link", "ethernet"], "--link", "ethernet"),
         (["--active", "3"], "--active", "3"),
         (["--model", "gpt"], "--model", "gpt"),
         (["--gpu", "abacus"], "--gpu", "abacus"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ema_cli.serving.bound import decode_gain, hideable, local_step, prefill
+from ema_cli.serving.bound import hideable, local_step, prefill
 from ema_cli.serving.instance import Instance
 from ema_cli.serving.presets import GPUS, MODELS, GpuSpec, Model, find_gpu, find_model, kv_share
 from ema_cli.serving.step import MacroStep, Memory, Path
@@ -49,6 +49,17 @@ def throughput(steps: Sequence[MacroStep]) -> float:
     """Tokens a second, without the ramp at the start."""
     settled = steps[len(steps) // 4 :]
     return sum(step.tokens for step in settled) / (settled[-1].end - settled[0].start)
+
+
+def decode_gain(*, share: int, weights: float, borrowed: float, link: float, read: float) -> float:
+    """Throughput of a memory-bound decode that borrows, over one that does not: (1 + R/((1-w)S)) / (1 + R/S).
+
+    `share` is S in bytes, all of it in use, `weights` the part w of it, `borrowed` R in bytes; what does not hide
+    stretches the step.
+    """
+    more = 1 + borrowed / ((1 - weights) * share)
+    longer = max((share + borrowed) / read, borrowed / link) / (share / read)
+    return more / longer
 
 
 @pytest.mark.parametrize("borrowed", [0, 300, 600, 1_000])

@@ -159,8 +159,11 @@ def _whole_scale(scale: int) -> int:
 
 
 def _writable(path: Path) -> None:
+    new = not path.exists()
     try:
         with path.open("a"):
             pass
+        if new:
+            path.unlink()  # a run that is stopped leaves no empty picture
     except OSError as error:
         raise InvalidInput.of("--svg", str(path), f"a file that can be written ({error.strerror})") from error

@@ -22,6 +22,10 @@ EVERY: Final = 4.0
 RATE_OVER: Final = 5
 """Glances over which link use is measured."""
 BAR: Final = 44
+"""Cells of a GPU's bar where the terminal has room."""
+BESIDE_BAR: Final = 60
+"""Cells of everything else in its row, lenders of up to five characters included."""
+FRAME: Final = 4
 COLOURS: Final = {
     "weights": "grey50",
     "own": "blue",
@@ -119,6 +123,7 @@ class Screen:
         self._link = _LinkUse(layout)
         self._kind = Kind("", 0, borrows=False)
         self._number = 0
+        self._bar_cells = max(8, min(BAR, live.console.width - FRAME - BESIDE_BAR))
 
     def begin(self, kind: Kind, number: int) -> None:
         """Show which run."""
@@ -145,7 +150,7 @@ class Screen:
         return f"run {self._number} of 3: {self._kind.name}"
 
     def _gpus(self, glance: Glance) -> Table:
-        table = Table(box=None, padding=(0, 1), expand=False)
+        table = Table(box=None, padding=(0, 1, 0, 0), expand=False)
         for name in ("GPU", "memory", "own", "lent", "borrowed", "from", "running", "queue", "served"):
             table.add_column(name, justify="left" if name in ("memory", "from") else "right", no_wrap=True)
         leases = {lease["gpu"]: lease for lease in glance.leases}
@@ -171,10 +176,10 @@ class Screen:
         bar, drawn, seen = Text(), 0, 0
         for state, size in sizes.items():
             seen += size
-            upto = min(BAR, round(seen / total * BAR))
+            upto = min(self._bar_cells, round(seen / total * self._bar_cells))
             bar.append("█" * (upto - drawn), COLOURS[state])
             drawn = max(drawn, upto)
-        return bar.append("░" * (BAR - drawn), COLOURS["free"])
+        return bar.append("░" * (self._bar_cells - drawn), COLOURS["free"])
 
     def _lenders(self, lease: Mapping[str, Any] | None, glance: Glance) -> str:
         held: Mapping[str, int] = lease["held"] if lease is not None else {}
@@ -191,7 +196,7 @@ class Screen:
         )
         grid = Table.grid(padding=(0, 1))
         grid.add_row(
-            ProgressBar(total=self._layout.duration, completed=glance.moment, width=BAR),
+            ProgressBar(total=self._layout.duration, completed=glance.moment, width=self._bar_cells),
             f"{glance.moment:.0f} of {self._layout.duration:.0f} s at {scale.speed:g}x; 1 byte stands for {scale.size}",
         )
         return Group(text, grid)

@@ -31,14 +31,3 @@ def local_step(model: Model, gpu: GpuSpec, *, kv: float, batch: int) -> float:
 def prefill(model: Model, gpu: GpuSpec, tokens: int) -> float:
     """Seconds of computing a prompt of `tokens`."""
     return 2 * model.params * tokens / gpu.compute
-
-
-def decode_gain(*, share: int, weights: float, borrowed: float, link: float, read: float) -> float:
-    """Throughput of a memory-bound decode that borrows, over one that does not: (1 + R/((1-w)S)) / (1 + R/S).
-
-    `share` is S in bytes, all of it in use, `weights` the part w of it, `borrowed` R in bytes; what does not hide
-    stretches the step.
-    """
-    more = 1 + borrowed / ((1 - weights) * share)
-    longer = max((share + borrowed) / read, borrowed / link) / (share / read)
-    return more / longer

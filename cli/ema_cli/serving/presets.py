@@ -47,7 +47,7 @@ class GpuSpec:
         """Rate of `nvlink` or `pcie`. Raises InvalidInput for another kind, or one that this GPU lacks."""
         rate = {"nvlink": self.nvlink, "pcie": self.pcie}.get(kind, 0)
         if rate <= 0:
-            raise InvalidInput.of("link", kind, f"a link that {self.name} has: nvlink or pcie")
+            raise InvalidInput.of("--link", kind, f"a link that {self.name} has: nvlink or pcie")
         return rate
 
 

@@ -8,7 +8,7 @@ from ema_driver.errors import ContextLost, DeviceLost, DriverError, DriverUnavai
 Raw: TypeAlias = Any
 """A value of the bindings, which publish no types."""
 
-INSTALL: Final = "install it with `pip install 'ema[cuda]'`"
+INSTALL: Final = "install it with `pip install '.[cuda]'` in EMA's source folder"
 
 NOT_READY: Final = 600
 OUT_OF_MEMORY: Final = 2
