@@ -191,8 +191,14 @@ class Node:
                 return self.take(gpu, self.memory(gpu).free)
 
     def _take_when_free(self, gpu: int, size: int) -> Handle:
-        until(lambda: self.memory(gpu).free >= size, saying=f"{size} bytes are free on GPU {gpu}")
-        return self.take(gpu, size)
+        def taken() -> Handle | None:
+            with suppress(OutOfMemory):  # not yet, or the agent was quicker
+                return self.take(gpu, size)
+            return None
+
+        handle = until(taken, saying=f"{size} bytes are free on GPU {gpu}")
+        assert handle is not None
+        return handle
 
     def memory(self, gpu: int) -> MemoryInfo:
         """What the driver shows of a GPU by number (-1: host memory)."""

@@ -47,7 +47,7 @@ def fails(error: Exception) -> Callable[..., object]:
 
 def test_without_bindings_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    with pytest.raises(DriverUnavailable, match=r"cuda-bindings.*pip install 'ema\[cuda\]'"):
+    with pytest.raises(DriverUnavailable, match=r"cuda-bindings.*pip install '\.\[cuda\]'"):
         open_node("cuda", "")
     with pytest.raises(DriverUnavailable, match="cuda-bindings"):
         open_guest("cuda", None, GpuId(Place("GPU-x")))
