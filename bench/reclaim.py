@@ -2,8 +2,14 @@
 
     python bench/reclaim.py [--no-save]
 
-A decision takes 256 chunks at once, as 16 GiB in chunks of 64 MiB would be. Here each chunk is 64 KiB, and the links of
-the dirty runs are slower by the same factor of 1024, so that counts and times are those of 16 GiB over PCIe 5.
+A decision takes 256 chunks at once, as 16 GiB in chunks of 64 MiB would be. Here each chunk is 64 KiB. For dirty
+chunks the links are slower by the same factor of 1024, so that counts and times are those of 16 GiB over PCIe 5;
+elsewhere copies are as fast as this machine moves bytes. The device process plays the copy engines: a borrower that
+runs programs keeps it, and with it one core, busy.
+
+What is counted: "decision until bytes back" begins before the plan is made and ends when the driver has released the
+memory; "agent's own" is the part of it before the driver's first call; "lender asks until answer" is seen by the lender
+and ends when it may map.
 """
 
 import multiprocessing
@@ -72,9 +78,12 @@ def borrow(socket: str, doing: str, line: Connection) -> None:
     with ema.connect(socket, gpu=1, name="borrower") as borrower:
         region = borrower.region(LENT, timeout=20.0)
         window = borrower.window(COUNT, CHUNK)
-        steps = [region.step(window[i], i * CHUNK) for i in range(COUNT)]
-        programs = [borrower.program(steps[first : first + 64]) for first in range(0, COUNT, 64)]
-        store = borrower.program(steps, store=True)
+        slots = window.slots[:64]
+        programs = [
+            borrower.program([region.step(slot, (first + i) * CHUNK) for i, slot in enumerate(slots)])
+            for first in range(0, COUNT, 64)
+        ]
+        store = borrower.program([region.step(slot, i * CHUNK) for i, slot in enumerate(window.slots)], store=True)
         if doing == "stopped, copies queued":
             programs[0].start()
             programs[1].start()
@@ -83,9 +92,9 @@ def borrow(socket: str, doing: str, line: Connection) -> None:
             while not line.poll():
                 for program in programs:
                     program.start()
-                for slot in window.slots:
-                    slot.wait(10.0)
-                    slot.release()
+                    for slot in slots:
+                        slot.wait(10.0)
+                        slot.release()
         while (asked := line.recv()) != "end":
             for slot in window.slots:
                 slot.fill()
@@ -290,7 +299,7 @@ def killed(server: Server) -> list[Row]:
 
 
 def dirty(server: Server) -> list[Row]:
-    """Every chunk was stored to since it was last copied, but for the few that the capped cleaning reaches meanwhile."""
+    """Every chunk was stored to since it was last copied, but for the few that slow cleaning reaches."""
     lender, whole, beyond, answers, sizes = Lender(server), [], [], [], []
     with borrowing(server, "idle") as borrower:
         for _ in range(DIRTY_ROUNDS):

@@ -127,7 +127,7 @@ class Moves:
                 self._record(move, batch, (times[0] - decided, times[1] - decided), clean=False)
 
     def _vacate(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk], float, float]:
-        """On a worker: chunks whose memory is free, for their twin is true, and those that a store had made dirty again.
+        """On a worker: chunks whose memory is free, as their twin is true, and those that a store made dirty again.
 
         And the moments when they were taken and from which it is free. Gates of the first are closed still, those of
         the others are open.
@@ -254,7 +254,10 @@ class Moves:
         size = sum(c.size for c in chunks)
         self._listener.reclaimed(
             Reclaim(
-                *(lease.id, place, None, size, cause), clean=True, seconds=free_from - decided, own_seconds=taken - decided
+                *(lease.id, place, None, size, cause),
+                clean=True,
+                seconds=free_from - decided,
+                own_seconds=taken - decided,
             )
         )
 

@@ -1,9 +1,15 @@
 """Reclaim: the lender has its bytes, the borrower has its data, whatever the borrower does."""
 
+import threading
+from collections.abc import Callable, Sequence
+from unittest.mock import Mock
+
 import pytest
 
-from ema_agent.ledger import State
-from nodes import MIB, Borrower, Node, pattern, until
+from ema_agent.ledger import Chunk, State
+from ema_agent.own_share import OwnShare
+from ema_core import wire
+from nodes import MIB, TINY, Borrower, Node, pattern, until
 
 SIZE = 12 * MIB
 """Borrowed from three neighbours."""
@@ -54,6 +60,54 @@ def test_reclaimed_bytes_are_right_afterwards(node: Node, clean: bool) -> None:
     assert borrower.ask("check", 0, 1) == []
     kinds = {r.clean for r in node.on_loop(lambda: list(node.agent.figures.recent))}
     assert kinds == {clean}
+
+
+def test_a_lender_has_its_bytes_before_the_copies_in_host_memory_are_mapped(make_node: Callable[..., Node]) -> None:
+    node = make_node(TINY)
+    owner, client = node.connect(1), node.connect(0)
+    share = owner.share(14 * MIB)
+    region = client.region(12 * MIB)
+    data = pattern(1, 12 * MIB)
+    region.store(data, at=0)
+    assert node.lent(1) > 0
+    all_clean(node)
+    goes_on, to_twin = threading.Event(), node.agent.backing.to_twin
+
+    def wait(chunks: Sequence[Chunk]) -> None:
+        assert goes_on.wait(10.0)
+        to_twin(chunks)
+
+    node.agent.backing.to_twin = wait  # type: ignore[method-assign]
+    try:
+        share.grow(14 * MIB)
+    finally:
+        goes_on.set()
+    back = bytearray(12 * MIB)
+    region.fetch(0, back)
+    assert back == data
+
+
+def test_what_a_share_has_mapped_is_in_use_before_a_reading_shows_it(node: Node) -> None:
+    gpu = node.gpus[1]
+
+    def during_a_reading() -> tuple[int, int, int]:
+        it = node.agent.node
+        quiet, memory, line = it.quiet(), node.observer.memory(), Mock()
+        share = OwnShare(gpu, it, line)
+        share.grow(wire.GrowShare(1, 4 * MIB, 1.0))
+        share.waiters.clear()  # it has been answered
+        promised = it.used(gpu)
+        share.mapped_is(wire.ShareIs(4 * MIB))
+        mapped = it.used(gpu)
+        it.take(memory, quiet)
+        believed = it.used(gpu)
+        share.end()
+        it.observe()
+        return promised, mapped, believed
+
+    used = node.on_loop(during_a_reading)
+    assert used == (4 * MIB,) * 3
+    assert node.on_loop(lambda: node.agent.node.used(gpu)) == 0
 
 
 def test_a_borrower_whose_program_runs_sees_no_wrong_byte_while_every_lender_takes_its_memory(node: Node) -> None:
