@@ -6,6 +6,7 @@ The agent is a separate `ema up` on simulated GPUs, held to one core; clients ar
 """
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 
 import ema
 from record import Row, at_least, at_most, finish, plain, record
@@ -55,7 +56,7 @@ def up(chunk: str, sim: str) -> Iterator[Up]:
         code = "from ema_cli.main import run; run()"
         command = [sys.executable, "-c", code, "up", "--driver", "sim", "--metrics", "off", *files]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
+        os.sched_setaffinity(process.pid, {(os.cpu_count() or 1) - 1})
         try:
             ema.connect(str(folder / "client.sock"), gpu=0, timeout=30.0).close()
             yield Up(folder, process)
@@ -85,9 +86,9 @@ class Steps:
             slot.release()
 
 
-def client(socket: str, gpu: str, seconds: float) -> int:
+def client(path: str, gpu: str, seconds: float) -> int:
     """Steps of 8 pieces, the next one always queued ahead; how many were made."""
-    with ema.connect(socket, gpu=gpu) as pool:
+    with ema.connect(path, gpu=gpu) as pool:
         steps = Steps(pool, 8)
         print("ready", flush=True)
         sys.stdin.readline()
@@ -101,7 +102,8 @@ def client(socket: str, gpu: str, seconds: float) -> int:
 
 
 def one(seconds: float) -> dict[str, float]:
-    """One client, 32 pieces a step."""
+    """One client, 32 pieces a step, on another core than the agent: what is measured is the client."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:-1] or os.sched_getaffinity(0))
     sim = "gpus: [{count: 4, memory: 64Mi}]\ngranularity: 4Ki\nlinkDelays: false\n"
     with up("64Ki", sim) as it, ema.connect(it.socket, gpu=0) as pool:
         steps = Steps(pool, 32)
@@ -113,8 +115,30 @@ def one(seconds: float) -> dict[str, float]:
             took.append(steps.start())  # none is under way: nothing to wait for
             steps.use()
         agent = (it.cpu() - before) / len(took)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
     cuts = quantiles(took, n=100)
     return {"client_start_us_p50": cuts[49], "client_start_us_p99": cuts[98], "agent_cpu_ms": agent * 1e3}
+
+
+def bare() -> float:
+    """Microseconds that sending a packet to a sleeping process on another core takes: part of every start."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        code = "import os,socket;s=socket.socket(fileno=%d);os.sched_setaffinity(0,{%d})\nwhile s.recv(99):s.send(b'x')"
+        fd, core = theirs.fileno(), (os.cpu_count() or 1) - 1
+        child = subprocess.Popen([sys.executable, "-c", code % (fd, core)], pass_fds=[fd])
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:-1] or os.sched_getaffinity(0))
+        took = []
+        for _ in range(2000):
+            time.sleep(1e-3)
+            began = time.perf_counter_ns()
+            ours.send(b"12345678")
+            took.append((time.perf_counter_ns() - began) / 1e3)
+            ours.recv(99)
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        child.kill()
+        child.wait()
+    return median(took)
 
 
 def eight(seconds: float) -> dict[str, float]:
@@ -182,6 +206,7 @@ def rows() -> list[Row]:
     """Everything, in the order of the goals."""
     single, many, copies = one(SECONDS), eight(SECONDS), link(SECONDS)
     return [
+        plain("a bare packet to a process that sleeps, p50", bare(), "µs"),
         at_most(30, "client: start of a step of 32 chunks, p50", single["client_start_us_p50"], "µs"),
         plain("client: start of a step of 32 chunks, p99", single["client_start_us_p99"], "µs"),
         at_most(0.3, "agent: processor time of a step of 32 chunks", single["agent_cpu_ms"], "ms"),

@@ -77,9 +77,9 @@ class Runs:
         """Whether a run has been started and has ended."""
         if self.finished is not None:
             raise self.finished
-        load = self._notice.load
-        started, number = load(wire.NOTICE_STARTED + word), seq & _MASK
-        later = 0 < (started - number) & _MASK < 1 << 31
+        load, number = self._notice.load, seq & _MASK
+        started = load(wire.NOTICE_STARTED + word)
+        later = started != number and (started - number) & _MASK < 1 << 31
         ended = later or (started == number and load(wire.NOTICE_RUNS + word) == 0)
         if ended:
             self.believe()

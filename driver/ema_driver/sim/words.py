@@ -45,7 +45,8 @@ class SimWords:
 
     def load(self, index: int) -> int:
         """The word's value now."""
-        self.check(index, 0)
+        if not (self._open and 0 <= index < self._count):
+            self.check(index, 0)
         return self._words[index]
 
     def store(self, index: int, value: int) -> None:
