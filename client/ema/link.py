@@ -230,11 +230,11 @@ class Link:
             self.exposed_wait += seconds
             self._waited += seconds
 
-    def stepped(self, seconds: float, now: float) -> None:
-        """Count a step, and report now and then."""
+    def stepped(self, seconds: float, steps: int, now: float) -> None:
+        """Count steps, and report now and then."""
         with self._measures:
             self._stepped += seconds
-            self._steps += 1
+            self._steps += steps
             if now - self._reported <= REPORT or not self.alive:
                 return
             self._reported = now

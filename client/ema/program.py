@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ema import errors
 from ema.tickets import Ticket
@@ -11,6 +11,9 @@ from ema_core.wire import CopyStep
 
 if TYPE_CHECKING:
     from ema.link import Link
+
+COUNTED: Final = 0.1
+"""Seconds of steps that are counted together: a count takes a lock, and a step has none to spare."""
 
 
 class Program:
@@ -29,6 +32,8 @@ class Program:
         self.size = size
         """Bytes of one run."""
         self._began: float | None = None
+        """When the steps that are not counted yet began."""
+        self._steps = 0
         self.closed = False
 
     def start(self) -> Ticket:
@@ -42,9 +47,12 @@ class Program:
         if self._runs is not pool.runs:
             raise errors.AgentLost(f"program {self.number} was lost with the agent that ran it; make it again")
         now = time.monotonic()
-        if self._began is not None:
-            pool.stepped(now - self._began, now)
-        self._began = now
+        if self._began is None:
+            self._began = now
+        elif now - self._began > COUNTED:
+            pool.stepped(now - self._began, self._steps, now)
+            self._began, self._steps = now, 0
+        self._steps += 1
         if pool.orphans:
             pool.orphans -= self.slots
         return self._runs.start(self)

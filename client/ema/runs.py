@@ -159,7 +159,9 @@ class Runs:
 
     def _admit(self, ticket: Ticket) -> None:
         self._alive()
-        under_way = [t for t in self._outstanding if not self._over(t)]
+        under_way = self._outstanding
+        if under_way:
+            under_way = [t for t in under_way if not self._over(t)]
         while under_way and (len(under_way) >= wire.OUTSTANDING or any(t.word == ticket.word for t in under_way)):
             first = next((t for t in under_way if t.word == ticket.word), under_way[0])
             try:
