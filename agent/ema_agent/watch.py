@@ -7,12 +7,14 @@ old, the agent says so and grants nothing.
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 from ema_agent.node import Node
+from ema_core.ids import Place
 from ema_driver.errors import ContextLost, DriverError
-from ema_driver.protocol import MemoryDriver
+from ema_driver.protocol import MemoryDriver, MemoryInfo
 
 PERIOD: Final = 0.005
 """Seconds between two readings while something is lent or waited for."""
@@ -68,7 +70,7 @@ class Watch:
             try:
                 memory = self._driver.memory()
             except ContextLost as error:
-                self._tell(lambda why=str(error): self._broken(why))  # type: ignore[misc]
+                self._tell(partial(self._broken, str(error)))
                 return
             except DriverError:
                 continue
@@ -76,7 +78,7 @@ class Watch:
             self.read_at = time.monotonic()
             if late or asked or self._wanted or self._last != (memory, quiet):
                 self._last = memory, quiet
-                self._tell(lambda m=memory, q=quiet: self._take(m, q))  # type: ignore[misc]
+                self._tell(partial(self._take, memory, quiet))
 
     def _tell(self, what: Callable[[], None]) -> None:
         if not self._stop:
@@ -85,6 +87,6 @@ class Watch:
             except RuntimeError:
                 self._stop = True  # the loop is closed
 
-    def _take(self, memory: object, quiet: object) -> None:
-        self._node.take(memory, quiet)  # type: ignore[arg-type]
+    def _take(self, memory: Mapping[Place, MemoryInfo], quiet: Mapping[Place, int]) -> None:
+        self._node.take(memory, quiet)
         self._wanted = self._fresh()
