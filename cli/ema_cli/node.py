@@ -30,6 +30,9 @@ class Agent:
         self._sock.settimeout(ANSWER)
         try:
             self._sock.connect(str(path))
+        except PermissionError:
+            self._sock.close()
+            raise fail(f"the agent at {path} is another user's; only that user may ask it") from None
         except OSError as error:
             self._sock.close()
             raise fail(f"no agent answers at {path} ({error.strerror}); start one with `ema up --pool POOL`") from None

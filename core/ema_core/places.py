@@ -14,7 +14,7 @@ def runtime_folder(environ: Mapping[str, str], uid: int) -> str:
         return "/run/ema"
     if own := environ.get("XDG_RUNTIME_DIR"):
         return f"{own}/ema"
-    return f"/tmp/ema-{uid}"  # noqa: S108 - the agent makes it with mode 0700 and refuses one that is not its own
+    return f"/tmp/ema-{uid}"  # noqa: S108 - the agent refuses a folder that is not its own user's
 
 
 def client_sockets(environ: Mapping[str, str], uid: int) -> list[str]:

@@ -164,6 +164,18 @@ def test_no_agent_says_how_to_start_one(tmp_path: Path) -> None:
         assert "ema up --pool" in done.stderr
 
 
+def test_the_version_is_told(tmp_path: Path) -> None:
+    assert re.fullmatch(r"ema \d+\.\d+\.\d+\n", run(tmp_path, "--version").stdout)
+
+
+def test_leases_fit_eighty_columns(up: Up) -> None:
+    with ema.connect(str(up.folder / "client.sock"), gpu=0, name="pid-1234567") as pool:
+        pool.region(64 * MIB)
+        lines = run(up.folder, "leases").stdout.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert any(line.startswith("pid-1234567-") and "64 MiB" in line and "GPU" in line for line in lines)
+
+
 def test_without_gpus_up_offers_simulated_ones(tmp_path: Path) -> None:
     done = run(tmp_path, "up", "--pool", str(POOL), "--metrics", "off")
     if done.returncode == 0:

@@ -87,6 +87,7 @@ def test_ctrl_c_leaves_nothing_behind(folder: Path, number: signal.Signals, when
     _, said = demo.communicate(timeout=30)
     assert demo.returncode == 130, said
     assert "nothing is left behind" in said
+    assert not list(folder.rglob("*.svg"))
 
 
 def test_a_worker_that_dies_ends_the_demo_with_a_message(folder: Path) -> None:
