@@ -47,7 +47,7 @@ def test_backing_swaps_behind_queued_copies(
     store = stores.instantiate(chunks.store(shared, SLOTS, at + size * SLOTS))
     places = (gpus[1], HOST, gpus[2], gpus[3])
     rand = random.Random(behaviour)
-    steps = stored = swaps = launched = 0
+    steps = stored = swaps = fetches_begun = stores_begun = 0
     takes: list[float] = []
     with peer("borrow", backend) as borrower:
         memory, session = driver.export(handle), guest_of(driver, gpus[0])
@@ -59,10 +59,13 @@ def test_backing_swaps_behind_queued_copies(
         end = time.monotonic() + SECONDS
         upset = end - 1.0
         while time.monotonic() < end:
-            while launched < steps + AHEAD and launched < stored / COUNT + AHEAD:
+            # Each by itself: the borrower stores now and then only, and always after a fetch.
+            while fetches_begun < steps + AHEAD:
                 fetch.launch()
+                fetches_begun += 1
+            while stores_begun < stored // COUNT + AHEAD:
                 store.launch()
-                launched += 1
+                stores_begun += 1
             i = rand.randrange(COUNT)
             began = time.monotonic()
             chunks.take(i)
