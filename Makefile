@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench clean gpu
+.PHONY: demo test test-torch lint bench clean gpu
 
 $(VENV)/base: pyproject.toml
 	@echo "== installing ema into $(VENV)"
@@ -32,6 +32,12 @@ lint: $(VENV)/dev
 test: lint
 	@echo "== pytest"
 	@$(BIN)/pytest
+
+# What needs torch: some GB to install, so apart from `make test`. No GPU needed.
+test-torch: $(VENV)/dev
+	@echo "== installing torch and transformers (minutes, once)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[torch,dev]'
+	@$(BIN)/pytest tests/models
 
 # On a machine with an NVIDIA GPU: the contract suite and the agent on it. A hang in the driver ends the run and shows where.
 gpu: $(VENV)/dev

@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final, Self
 
+import msgspec
+
 from ema import arguments, errors
 from ema.link import BACKOFF, Link
 from ema.program import Program
@@ -19,6 +21,7 @@ from ema_core.wire import CopyStep
 from ema_driver.errors import DriverError, OutOfMemory
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_NAMES: Final = "1 to 63 letters, digits, '.', '_' or '-'"
 _LONGEST_PATH: Final = 107
 
 
@@ -39,7 +42,7 @@ def connect(
     if gpu is not None and (isinstance(gpu, bool) or not isinstance(gpu, str | int)):
         raise errors.BadInput("gpu", repr(gpu), "a UUID or an index")
     if name and not _NAME.fullmatch(name):
-        raise errors.BadInput("name", repr(name), "1 to 63 letters, digits, '.', '_' or '-'")
+        raise errors.BadInput("name", repr(name), _NAMES)
     if not isinstance(pool, str):
         raise errors.BadInput("pool", repr(pool), "the name of a MemoryPool, or nothing")
     timeout = arguments.seconds("timeout", timeout)
@@ -65,6 +68,17 @@ class Pool(Link):
     def __init__(self, path: str, hello: wire.Hello) -> None:
         self.staging = Staging(self)
         super().__init__(path, hello)
+
+    def another(self, name: str = "") -> "Pool":
+        """A connection of its own to the same agent, for the same GPU: with its own lease, and with its own streams.
+
+        Copies of one connection run in order, so one that waits for its slot holds up what comes after it. What runs
+        at its own pace (a model's weights, a cache) has its own connection. Raises AgentLost.
+        """
+        if name and not _NAME.fullmatch(name):
+            raise errors.BadInput("name", repr(name), _NAMES)
+        hello = msgspec.structs.replace(self._hello, gpu=self.gpu, name=name or self._hello.name)
+        return Pool(self._path, hello)
 
     def window(self, slots: int, slot_bytes: int) -> Window:
         """`slots` slots of `slot_bytes` bytes of this process's own GPU memory, for the agent to fill and empty.

@@ -317,3 +317,16 @@ class CpuVisible(Protocol):
     def view(self, address: int, size: int) -> memoryview:
         """The bytes mapped at an address now, writable, in this process. Drop it before the memory is unmapped."""
         ...
+
+
+@runtime_checkable
+class StreamOrdered(Protocol):
+    """A driver that can put waits and writes on a stream of the caller's own, among its kernels: real GPUs."""
+
+    def wait_on(self, stream: int, page: Words, index: int, value: int) -> None:
+        """Hold the caller's stream (a raw CUstream of a visible GPU) until the word equals `value`."""
+        ...
+
+    def write_on(self, stream: int, page: Words, index: int, value: int) -> None:
+        """Set the word to `value` when the caller's stream gets there; its earlier writes are visible by then."""
+        ...

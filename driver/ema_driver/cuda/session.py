@@ -18,10 +18,10 @@ from ema_driver.cuda.physical import CudaHandle, Physical, distinct
 from ema_driver.cuda.queues import GUEST, NODE
 from ema_driver.cuda.space import Space
 from ema_driver.cuda.staging import Staging
-from ema_driver.cuda.streams import CudaStream, Streams
+from ema_driver.cuda.streams import EQUAL, CudaStream, Streams
 from ema_driver.cuda.words import CudaWords
 from ema_driver.errors import DriverError, DriverUnavailable, InvalidUse, OutOfMemory
-from ema_driver.protocol import WORD_BYTES, Address, Device, Handle, HealthEvent, Link, MemoryInfo
+from ema_driver.protocol import WORD_BYTES, Address, Device, Handle, HealthEvent, Link, MemoryInfo, Words
 
 _MEMINFO: Final = Path("/proc/meminfo")
 _RUN_OUT: Final = 2.0
@@ -189,6 +189,14 @@ class CudaDriver:
             raise InvalidUse(f"stream: {device!r}; must be one of {', '.join(self._gpus)}")
         return streams.open()
 
+    def wait_on(self, stream: int, page: Words, index: int, value: int) -> None:
+        """Hold the caller's stream until the word equals `value`. Its context is current, as torch has it."""
+        self._api.call("cuStreamWaitValue32", stream, self._word(page, index, value), value, EQUAL)
+
+    def write_on(self, stream: int, page: Words, index: int, value: int) -> None:
+        """Set the word to `value` when the caller's stream gets there."""
+        self._api.call("cuStreamWriteValue32", stream, self._word(page, index, value), value, 0)
+
     def read(self, address: int, size: int) -> bytes:
         """Bytes from a mapped address, now."""
         pieces = list(self._space.pieces(address, size))
@@ -240,6 +248,12 @@ class CudaDriver:
         self.close()
 
     # --- inside ---
+
+    def _word(self, page: Words, index: int, value: int) -> int:
+        if not isinstance(page, CudaWords) or page.api is not self._api:
+            raise InvalidUse(f"{page!r} is no page of this session")
+        page.check(index, value)
+        return page.pointer + WORD_BYTES * index
 
     def _give_back(self) -> None:
         for streams in self._streams.values():

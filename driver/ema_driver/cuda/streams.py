@@ -17,7 +17,7 @@ from ema_driver.cuda.words import FIRST_PAUSE, LAST_PAUSE, CudaWords
 from ema_driver.errors import ContextLost, DriverError, InvalidUse
 from ema_driver.protocol import WORD_BYTES, Copy, Op, Wait, Words, Write
 
-_EQUAL: Final = 1
+EQUAL: Final = 1
 _RELAXED: Final = "CU_STREAM_CAPTURE_MODE_RELAXED"
 
 
@@ -239,7 +239,7 @@ class CudaStream:
             values = self._waits.setdefault((page, op.index), [])
             if value not in values:
                 values.append(value)
-            yield "cuStreamWaitValue32", lambda stream: (stream, at, value, _EQUAL)
+            yield "cuStreamWaitValue32", lambda stream: (stream, at, value, EQUAL)
         elif isinstance(op, Write):
             yield "cuStreamWriteValue32", lambda stream: (stream, at, value, 0)
 

@@ -1,0 +1,1 @@
+"""torch on lent memory. Needs torch; nothing else of `ema` imports it."""
