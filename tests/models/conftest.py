@@ -1,12 +1,21 @@
-"""torch on simulated GPUs: the CPU plays the kernels."""
+"""Models on lent memory: on simulated GPUs, where the CPU plays the kernels, and on a real one."""
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import ema
+from ema_driver import open_node
+from ema_driver.errors import DriverUnavailable
+from ema_driver.protocol import MemoryDriver
 from ema_driver.sim import GpuGroup
 from nodes import MIB, Node, node, pool, sim
+from real import agent
+
+SLACK = 16 * MIB
+"""Bytes that CUDA takes and keeps for itself between two looks, at most."""
 
 
 @pytest.fixture(scope="module")
@@ -17,12 +26,57 @@ def torch_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         yield it
 
 
-@pytest.fixture
-def client(torch_node: Node) -> Iterator[ema.Pool]:
+@pytest.fixture(scope="module")
+def real_gpu() -> Iterator[MemoryDriver]:
+    """A session with the real GPUs."""
+    try:
+        driver = open_node("cuda", "")
+    except DriverUnavailable:
+        pytest.skip("no GPU")
+    with driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def real_agent(real_gpu: MemoryDriver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:  # noqa: ARG001
+    """Its socket's folder."""
+    folder = tmp_path_factory.mktemp("real")
+    with agent(folder):
+        yield folder
+
+
+@pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def client(request: pytest.FixtureRequest) -> Iterator[ema.Pool]:
     """A client on GPU 0; what it held is free again after the test."""
+    if request.param == "cuda":
+        yield from _real(request.getfixturevalue("real_agent"), request.getfixturevalue("real_gpu"))
+    else:
+        yield from _simulated(request.getfixturevalue("torch_node"))
+
+
+def _simulated(torch_node: Node) -> Iterator[ema.Pool]:
     torch_node.until(lambda a: not a.sessions, saying="the sessions of the test before have ended")
     before = [torch_node.memory(i) for i in range(3)]
     with ema.connect(torch_node.socket, gpu=torch_node.gpus[0]) as it:
         yield it
     torch_node.until(lambda a: not a.sessions, saying="the session has ended")
     assert [torch_node.memory(i) for i in range(3)] == before
+
+
+def _real(folder: Path, driver: MemoryDriver) -> Iterator[ema.Pool]:
+    import torch
+
+    def free() -> int:
+        torch.cuda.empty_cache()
+        return driver.memory()[driver.devices()[0].id].free
+
+    torch.zeros(1, device="cuda")
+    with ema.connect(folder / "client.sock"):
+        pass  # whatever is made once
+    before = free()
+    with ema.connect(folder / "client.sock") as it:
+        yield it
+    end = time.monotonic() + 5
+    while free() < before - SLACK and time.monotonic() < end:
+        time.sleep(0.05)
+    assert free() == pytest.approx(before, abs=SLACK)

@@ -8,7 +8,6 @@ import torch
 import ema
 from ema.torch.handover import handover
 from ema.torch.memory import Range, bytes_at, device_of
-from nodes import Node
 
 
 def test_a_tensor_over_a_slot_sees_what_is_fetched(client: ema.Pool) -> None:
@@ -16,13 +15,17 @@ def test_a_tensor_over_a_slot_sees_what_is_fetched(client: ema.Pool) -> None:
     hand, slot = handover(client), window[0]
     seen = bytes_at(client, slot.address, slot.size)
     hand.await_empty(slot)
-    seen.copy_(torch.arange(slot.size).to(torch.uint8))
-    region.store(slot, at=0)
+    wanted = torch.arange(slot.size, device=device_of(client)).to(torch.uint8)
+    seen.copy_(wanted)
+    hand.filled(slot)
+    program = client.program([region.step(slot)], store=True)
+    program.start().wait(5.0)
+    program.close()
     hand.await_empty(slot)
     seen.zero_()
     region.fetch(0, into=slot)
     hand.await_full(slot)
-    assert torch.equal(seen, torch.arange(slot.size, device=device_of(client)).to(torch.uint8))
+    assert torch.equal(seen, wanted)
     hand.emptied(slot)
     del seen
     window.close()
@@ -45,13 +48,13 @@ def test_ranges_share_a_tail_and_keep_their_heads(client: ema.Pool) -> None:
     window.close()
 
 
-def test_what_cannot_be_had_leaves_nothing(client: ema.Pool, torch_node: Node) -> None:
-    free = torch_node.memory(0).free
+def test_what_cannot_be_had_leaves_nothing(client: ema.Pool) -> None:
+    free = client.driver.memory()[client.gpu].free
     with pytest.raises(ema.OutOfMemory):
         Range(client, [client.granularity, 1 << 40])
     with pytest.raises(ema.EmaError, match="the driver refused"):
         Range(client, [client.granularity, 1])
-    assert torch_node.memory(0).free == free
+    assert client.driver.memory()[client.gpu].free == free
 
 
 def test_another_connection_goes_on_while_the_first_one_waits(client: ema.Pool) -> None:

@@ -1,0 +1,45 @@
+"""An agent on real GPUs: `ema up --driver cuda` in a process of its own. One GPU is enough: the host lends."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+POOL = """\
+apiVersion: ema.dev/v1alpha1
+kind: MemoryPool
+metadata: {name: real}
+spec:
+  chunkSize: 64Mi
+  lending: {host: 2Gi, maxPerGPU: 2Gi, headroom: 512Mi, hysteresis: 128Mi}
+  reclaim: {hostMemory: 4Gi}
+"""
+
+
+@contextmanager
+def agent(folder: Path, pool: str = POOL) -> Iterator[str]:
+    """`ema up` in a process of its own; the client socket."""
+    (folder / "pool.yaml").write_text(pool, "utf-8")
+    command = [sys.executable, "-X", "faulthandler", "-c", "from ema_cli.main import run; run()", "up"]
+    command += ["--driver", "cuda", "--pool", str(folder / "pool.yaml"), "--folder", str(folder), "--metrics", "off"]
+    log = folder / "agent.log"
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        end = time.monotonic() + 30
+        while "Ready" not in log.read_text("utf-8"):
+            assert process.poll() is None, log.read_text("utf-8")
+            assert time.monotonic() < end, log.read_text("utf-8")
+            time.sleep(0.05)
+        assert "barred" not in log.read_text("utf-8"), log.read_text("utf-8")
+        yield str(folder / "client.sock")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0, log.read_text("utf-8")
+    finally:
+        # Whatever it hangs in is then in its log.
+        process.send_signal(signal.SIGABRT)
+        process.wait()
+        sys.stdout.write(log.read_text("utf-8"))
