@@ -166,11 +166,11 @@ def borrow(link: Link, name: str, _endpoint: str) -> None:
             version = int.from_bytes(seen[4:8], "little")
             newest = me.issued[position]
             whole = seen == pattern(position, version, size) and least[slot] <= version <= newest
-            # While a store is under way on the other stream, a fetch may see part of it.
-            storing = me.acked[position] < newest
+            # A store that was not acknowledged when the slot was handed over may have run beside the fetch.
+            storing = least[slot] < newest
             if not whole and not (storing and torn(seen, *(pattern(position, v, size) for v in (newest - 1, newest)))):
-                head = seen[:8].hex()
-                link.tell(f"wrong: chunk {position} has {head}, version {least[slot]}..{newest} expected")
+                words = sorted({seen[i : i + 8].hex() for i in range(0, size, 8)})[:4]
+                link.tell(f"wrong: chunk {position} has {words}, version {least[slot]}..{newest} expected")
                 return
             me.dawdle()
             # From here on the fetch of position + slots may begin: it must not show less than what is acknowledged now.
