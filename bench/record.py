@@ -26,7 +26,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the goal was met; None where there is none."""
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One run of one benchmark."""
 
     name: str
@@ -34,6 +34,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     date: str
     python: str
+    versions: dict[str, str] = {}
+    """Of what else the figures depend on: GPU driver, torch and the like."""
     rows: list[Row]
 
     @property
@@ -61,14 +63,15 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def record(name: str, what: str, rows: list[Row]) -> Record:
+def record(name: str, what: str, rows: list[Row], *, gpu: str = "", versions: dict[str, str] | None = None) -> Record:
     """A run that has just ended, on this machine."""
     return Record(
         name=name,
         what=what,
-        machine=machine(),
+        machine=", ".join(filter(None, (gpu, machine()))),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         python=platform.python_version(),
+        versions=versions or {},
         rows=rows,
     )
 
@@ -77,7 +80,7 @@ def finish(done: Record) -> int:
     """Print a record, keep it unless `--no-save` was given; the exit code: 1 if a goal was missed."""
     parser = argparse.ArgumentParser(description=done.what)
     parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args()
+    options, _ = parser.parse_known_args()
     width = max(len(row.figure) for row in done.rows)
     for row in done.rows:
         verdict = "" if row.ok is None else f"   {row.goal} {'ok' if row.ok else 'MISSED'}"

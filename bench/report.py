@@ -26,10 +26,11 @@ def page(records: Iterable[Record]) -> str:
 
 
 def _table(record: Record) -> str:
+    versions = [f"{name} {number}" for name, number in record.versions.items()]
     lines = [
         f"## {record.name}",
         "",
-        f"{record.what}. {record.machine}, Python {record.python}, {record.date[:10]}.",
+        f"{record.what}. {', '.join([record.machine, f'Python {record.python}', *versions, record.date[:10]])}.",
         "",
         "| figure | measured | goal | met |",
         "| --- | ---: | ---: | --- |",

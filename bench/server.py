@@ -1,4 +1,4 @@
-"""An agent with simulated GPUs for a benchmark: `ema up` in a process of its own, as a user starts it."""
+"""An agent for a benchmark: `ema up` in a process of its own, as a user starts it."""
 
 import json
 import os
@@ -21,17 +21,20 @@ START = 30.0
 class Server:
     """A running agent. A context manager that leaves nothing behind."""
 
-    def __init__(self, sim: Mapping[str, Any], spec: Mapping[str, Any]) -> None:
-        """`sim` is what sim.yaml holds, `spec` the spec of the one pool."""
+    def __init__(self, sim: Mapping[str, Any] | None, spec: Mapping[str, Any]) -> None:
+        """`sim` is what sim.yaml holds, None for real GPUs; `spec` is the spec of the one pool."""
         self._home = tempfile.TemporaryDirectory(prefix="ema-bench-")
         self.folder = Path(self._home.name)
         pool = {"apiVersion": "ema.dev/v1alpha1", "kind": "MemoryPool", "metadata": {"name": "bench"}, "spec": spec}
         # JSON is YAML.
         (self.folder / "pool.yaml").write_text(json.dumps(pool))
-        (self.folder / "sim.yaml").write_text(json.dumps(dict(sim)))
-        command = [sys.executable, "-c", "from ema_cli.main import run; run()", "up", "--driver", "sim"]
-        command += ["--pool", str(self.folder / "pool.yaml"), "--sim", str(self.folder / "sim.yaml")]
-        command += ["--folder", str(self.folder), "--metrics", "127.0.0.1:0"]
+        command = [sys.executable, "-c", "from ema_cli.main import run; run()", "up"]
+        command += ["--pool", str(self.folder / "pool.yaml"), "--folder", str(self.folder), "--metrics", "127.0.0.1:0"]
+        if sim is None:
+            command += ["--driver", "cuda"]
+        else:
+            (self.folder / "sim.yaml").write_text(json.dumps(dict(sim)))
+            command += ["--driver", "sim", "--sim", str(self.folder / "sim.yaml")]
         self._log = (self.folder / "log").open("wb")
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         self.admin = self._wait()
@@ -40,6 +43,7 @@ class Server:
         end = time.monotonic() + START
         while True:
             if self._process.poll() is not None or time.monotonic() > end:
+                self._process.kill()
                 raise SystemExit(f"the agent did not start:\n{(self.folder / 'log').read_text()}")
             if (self.folder / places.ADMIN_SOCKET).exists():
                 admin = Agent(self.folder)
