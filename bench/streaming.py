@@ -12,13 +12,13 @@ from typing import Any, Final
 
 import torch
 from accelerate import cpu_offload
+
+import ema
+import ema.torch
 from on_gpu import GIB, Times, link_rate, name, say, slice_of, spec, timed, versions
 from record import Row, at_least, finish, plain, record
 from server import Server
 from stacks import Layer, Stack, caches
-
-import ema
-import ema.torch
 
 TOKENS: Final = (512, 2048, 4096, 8192, 12288, 16384, 24576)
 FRACTIONS: Final = (0.96, 0.92, 0.88, 0.8)
