@@ -62,7 +62,7 @@ class Instance:
 
     def __init__(self, stack: Stack, stream: Any, kept: Sequence[Any], rows: int) -> None:  # noqa: ANN401
         self._stack, self._stream, self._kept, self._rows = stack, stream, kept, rows
-        self._x = torch.randn(rows, WIDTH, device="cuda", dtype=torch.bfloat16)
+        self._x: Any = torch.randn(rows, WIDTH, device="cuda", dtype=torch.bfloat16)
 
     def step(self, rows: int) -> object:
         """One token for each of the first `rows` requests."""
@@ -124,9 +124,8 @@ def share(pool: ema.Pool, stack: Stack, stream: Any, link: float, filled: float)
     where = f"weights {100 * filled:.0f} % of the share"
     static, twice = int((size - stack.nbytes) // KV), int((2 * size - stack.nbytes) // KV)
     kept = caches(LAYERS, twice, HEADS, CONTEXT, WIDTH)
-    local = {
-        n: timed(lambda n=n: Instance(stack, stream, kept, n).step(n), stream, 12).median for n in (static, 2 * static)
-    }
+    whole = Instance(stack, stream, kept, twice)
+    local = {n: timed(partial(whole.step, n), stream, 12).median for n in (static, 2 * static)}
     # More rows make longer steps, longer steps hide more bytes, more bytes make more rows.
     slope = (local[2 * static] - local[static]) / static
     per_row = MARGIN * link * slope / KV

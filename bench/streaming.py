@@ -46,12 +46,12 @@ def whole_layers(pool: ema.Pool, link: float) -> Iterator[Row]:
     stack = Stack(16, 5120, 13824, heads=40)
     stream = torch.cuda.Stream()
     inputs = {n: torch.randn(n, 5120, device="cuda", dtype=torch.bfloat16) for n in TOKENS}
-    local = {n: timed(partial(stack, x), stream, _steps(n)) for n, x in inputs.items()}
+    local = {n: timed(partial(stack.__call__, x), stream, _steps(n)) for n, x in inputs.items()}
     hooked = dict(rivals(stack, stream, inputs))
     before = _sum(stack)
     ema.torch.stream(stack, pool, resident=0.0)
     assert _sum(stack) == before
-    streamed = {n: timed(partial(stack, x), stream, _steps(n)) for n, x in inputs.items()}
+    streamed = {n: timed(partial(stack.__call__, x), stream, _steps(n)) for n, x in inputs.items()}
     size = ema.torch.report(stack).remote_bytes
     ema.torch.unstream(stack)
     yield plain("whole layers: remote weights", size / GIB, "GiB")
@@ -101,7 +101,7 @@ def rivals(stack: Stack, stream: Any, inputs: dict[int, Any]) -> Iterator[tuple[
     copied.load_state_dict(stack.state_dict())
     cpu_offload(copied, execution_device=torch.device("cuda", 0))
     assert all(p.device.type == "meta" for p in copied.parameters()), "accelerate's hooks are not in place"
-    yield "accelerate cpu_offload", {n: timed(partial(copied, inputs[n]), stream, 2, warm=1) for n in sizes}
+    yield "accelerate cpu_offload", {n: timed(partial(copied.__call__, inputs[n]), stream, 2, warm=1) for n in sizes}
 
 
 class Prefetch:
