@@ -56,7 +56,8 @@ class CudaDriver:
     def node(cls) -> Self:
         """A session with every GPU that can lend. Raises DriverUnavailable."""
         # Read by the driver when it starts, so it comes too late in a process that uses CUDA already.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(NODE))
+        for queues in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"):
+            os.environ.setdefault(queues, str(NODE))
         api = Api()
         return cls(api, visible(api), NODE)
 
