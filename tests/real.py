@@ -20,11 +20,21 @@ spec:
 
 
 @contextmanager
-def agent(folder: Path, pool: str = POOL) -> Iterator[str]:
-    """`ema up` in a process of its own; the client socket."""
+def agent(folder: Path, *more: str, pool: str = POOL) -> Iterator[str]:
+    """`ema up` in a process of its own, with more options; the client socket."""
     (folder / "pool.yaml").write_text(pool, "utf-8")
     command = [sys.executable, "-X", "faulthandler", "-c", "from ema_cli.main import run; run()", "up"]
-    command += ["--driver", "cuda", "--pool", str(folder / "pool.yaml"), "--folder", str(folder), "--metrics", "off"]
+    command += [
+        "--driver",
+        "cuda",
+        "--pool",
+        str(folder / "pool.yaml"),
+        "--folder",
+        str(folder),
+        "--metrics",
+        "off",
+        *more,
+    ]
     log = folder / "agent.log"
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

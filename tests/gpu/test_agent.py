@@ -3,8 +3,9 @@
 import json
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,16 @@ BORROWER = Path(__file__).parent / "borrower.py"
 Record = Callable[[str, object], None]
 
 
-def borrower(socket: str, rounds: int, *more: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, str(BORROWER), socket, str(rounds), *more]
+ELSEWHERE = [
+    *("unshare", "--pid", "--ipc", "--mount", "--uts", "--net", "--fork", "--mount-proc"),
+    *("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"),
+    *("--bounding-set", "-all", "--inh-caps", "-all", "--no-new-privs"),
+]
+"""As in a container: namespaces of its own, nobody's user, no capability."""
+
+
+def borrower(socket: str, rounds: int, *more: str, where: Sequence[str] = ()) -> "subprocess.Popen[str]":
+    command = [*where, sys.executable, str(BORROWER), socket, str(rounds), *more]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -63,4 +72,22 @@ def test_a_borrower_stores_and_fetches_what_the_host_lends(
         record_property("all given back after, s", round(time.monotonic() - began, 3))
         assert free(cuda) == pytest.approx(idle, abs=12 * MIB)
         assert leases(tmp_path) == []
+    assert free(cuda) == pytest.approx(before, abs=12 * MIB)
+
+
+def test_a_borrower_in_a_container_is_served(cuda: MemoryDriver, record_property: Record) -> None:
+    before = free(cuda)
+    # Not pytest's folder, which nobody else may enter.
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        with agent(folder, "--socket-mode", "666") as socket:
+            with borrower(socket, 2, where=ELSEWHERE) as client:
+                output, _ = client.communicate(timeout=60)
+            assert client.returncode == 0
+            figures = json.loads(output.splitlines()[0])
+            record_property("fetched by a borrower without capabilities, GB/s", round(figures["gbs"], 2))
+            assert (figures["wrong"], figures["ended"]) == (0, True)
+            assert figures["uid"] == 65534
+            assert int(figures["capabilities"], 16) == 0
     assert free(cuda) == pytest.approx(before, abs=12 * MIB)
