@@ -1,0 +1,353 @@
+"""Activations that wait for their backward in a neighbour's memory.
+
+`spill_activations` stands around forward and backward. The first steps are watched; from then on large saved tensors
+leave by static programs while forward goes on, and are back before backward uses them. A step that goes another way
+keeps what it saves in local memory, so that it is never wrong and never waits for what does not come.
+"""
+
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from ema import arguments, errors
+from ema.torch.memory import device_of
+from ema.torch.spill_plan import Learnt, copies, pieces, places, slot_size, spread
+from ema.torch.spill_rings import Rings
+from ema.torch.spill_saved import Item, Saved, bytes_of, plain
+from ema.torch.spill_step import Step, in_backward
+from ema_core import wire
+
+if TYPE_CHECKING:
+    from ema.pool import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class SpillReport:
+    """What happened so far."""
+
+    steps: int
+    """Forwards with their backwards."""
+    learnt: int
+    """How often a way of going was learnt."""
+    differing: int
+    """Steps that did not go as learnt, and kept what they saved from there on."""
+    spilled_bytes: int
+    """Bytes that go out and come back in one step, as learnt last."""
+    kept_bytes: int
+    """Bytes (of large enough tensors) that such a step keeps in local memory."""
+    slot_bytes: int
+    """Bytes of local memory that the slots take."""
+    exposed_wait: float
+    """Seconds that this process has waited for slots, in all. On GPUs it is the stream that waits: not counted."""
+    limited: str
+    """Why less is spilled than would hide; empty if nothing stands against it."""
+
+
+class Spill:
+    """Made by `spill_activations`. One thread at a time; not for one that runs inside another."""
+
+    def __init__(
+        self, pool: "Pool", *, fraction: float | None, budget: int, min_bytes: int, slots: int, timeout: float
+    ) -> None:
+        self._pool, self._fraction, self._budget = pool, fraction, budget
+        self._min_bytes, self._slots, self._timeout = min_bytes, slots, timeout
+        self._device = device_of(pool)
+        self._lock = threading.RLock()
+        self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
+        self._connection: Pool | None = None
+        self._rings: Rings | None = None
+        self._chosen: frozenset[int] = frozenset()
+        self._learnt: Learnt | None = None
+        """How steps go; None until two in a row went the same way."""
+        self._last: Learnt | None = None
+        """How the last step went that was not as learnt."""
+        self._step: Step | None = None
+        self._following = False
+        """The step under way has gone as learnt so far."""
+        self._lost: errors.EmaError | None = None
+        self._made = False
+        """Ready to spill what was chosen, which may be nothing."""
+        self._closed = False
+        self._steps = self._times_learnt = self._differing = 0
+        self._waited = 0.0
+        self._limited = ""
+
+    # --- for the user ---
+
+    def __enter__(self) -> Self:
+        """Begin a step. Raises PoolFull, LimitReached, OutOfMemory (with a given fraction), EmaError (closed)."""
+        with self._lock:
+            if self._closed:
+                raise errors.EmaError("this spill is closed")
+            if self._hooks:
+                raise errors.InUse("this spill stands around a step already; make one of its own for another")
+            self._begin()
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            hooks.__enter__()
+            self._hooks.append(hooks)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._lock:
+            self._hooks.pop().__exit__(None, None, None)
+            if (step := self._step) is not None:
+                step.failed |= kind is not None
+                step.end(self._device)
+                if step.turned and not step.open:
+                    self._finish()
+
+    def close(self) -> None:
+        """Give everything back. What a step that is not over has spilled is brought back first. Twice is harmless."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._hooks:
+                raise errors.InUse("close this spill after the step that it stands around")
+            self._closed = True
+            self._finish()
+            self._leave()
+
+    @property
+    def report(self) -> SpillReport:
+        """What happened so far."""
+        rings = self._rings
+        spilled = 0 if rings is None else rings.bytes
+        learnt = self._learnt
+        saved = 0 if learnt is None else sum(n for i, n in enumerate(learnt.sizes) if i not in learnt.lasting)
+        return SpillReport(
+            steps=self._steps,
+            learnt=self._times_learnt,
+            differing=self._differing,
+            spilled_bytes=spilled,
+            kept_bytes=saved - spilled,
+            slot_bytes=0 if rings is None else rings.slot_bytes,
+            exposed_wait=self._waited + (0.0 if self._connection is None else self._connection.exposed_wait),
+            limited=self._limited,
+        )
+
+    # --- what autograd calls ---
+
+    def _pack(self, tensor: torch.Tensor) -> Saved:
+        if in_backward():  # what a reentrant checkpoint or a second derivative saves
+            return Saved(tensor)
+        with self._lock:
+            if self._step is None or (self._step.turned and not self._step.open):
+                self._begin()
+            step = self._step
+            assert step is not None  # noqa: S101 - just begun
+            if not plain(tensor, self._device) or tensor.untyped_storage().nbytes() < self._min_bytes:
+                return Saved(tensor, step)
+            if step.turned:  # a second forward while the first may still be used
+                self._following = False
+                return Saved(tensor, step)
+            item, new = step.item(tensor)
+            if item is not None and new and self._wanted(item):
+                self._put(item, tensor)
+            return Saved(tensor, step, item)
+
+    def _unpack(self, saved: Saved) -> torch.Tensor:
+        with self._lock:
+            step, item = saved.step, saved.item
+            if step is not None and step is self._step and not step.turned:
+                self._turn(step)
+            saved.check()
+            if step is not None and item is not None:
+                step.used(item)
+                if item.spilled and item.data is None:
+                    self._bring(item)
+            return saved.tensor()
+
+    # --- a step ---
+
+    def _begin(self) -> None:
+        """A new step: the last one is finished, and what it taught is used."""
+        self._finish()
+        if self._rings is not None and not self._rings.fresh:
+            self._leave()
+        if not self._made and self._learnt is not None and self._pool.alive:
+            self._make(self._learnt)
+        self._following = self._learnt is not None
+        self._step = Step(self._device)
+
+    def _wanted(self, item: Item) -> bool:
+        """Whether this item, which was just saved, is to be spilled."""
+        learnt = self._learnt
+        if not self._following or learnt is None:
+            return False
+        self._following = item.index < len(learnt.sizes) and learnt.sizes[item.index] == item.size
+        return self._following and item.index in self._chosen and self._lost is None
+
+    def _put(self, item: Item, tensor: torch.Tensor) -> None:
+        if self._rings is not None:
+            try:
+                self._rings.put(item.index, bytes_of(tensor))
+            except errors.EmaError as error:
+                self._lost = error  # this item is still here; what went before it is told of when it is used
+            else:
+                item.spilled = True
+
+    def _turn(self, step: Step) -> None:
+        step.turn(self._device)
+        if self._rings is not None and self._lost is None:
+            try:
+                self._rings.turn()
+            except errors.EmaError as error:
+                self._lost = error
+
+    def _bring(self, wanted: Item) -> None:
+        """Take what comes until this item has come. What comes before it and is still wanted waits in local memory."""
+        if wanted.lost is None and self._lost is None:
+            try:
+                while wanted.data is None and self._take():
+                    pass
+            except errors.EmaError as error:
+                self._lost = error
+        if wanted.data is None:
+            raise wanted.lost or self._lost or errors.EmaError(f"item {wanted.index} of this step did not come back")
+
+    def _take(self) -> bool:
+        """Take one item; False if none is coming."""
+        rings, step = self._rings, self._step
+        if rings is None or step is None or (index := rings.coming) is None:
+            return False
+        item = step.items[index]() if index < len(step.items) else None
+        if item is None or not item.spilled:
+            rings.take(None)
+        else:
+            data = torch.empty(item.size, dtype=torch.uint8, device=self._device)
+            rings.take(data)
+            item.data = data
+        return True
+
+    def _finish(self) -> None:
+        """The step under way is over. What of it may still be used is brought back; programs go on to their end."""
+        step, rings = self._step, self._rings
+        if step is None:
+            return
+        if rings is not None and self._lost is None:
+            try:
+                rings.finish_stores()
+                if step.away():
+                    rings.turn()
+                while self._take():
+                    pass
+                rings.rest()
+            except errors.EmaError as error:
+                self._lost = error
+        self._step = None
+        if self._lost is not None:
+            for item in step.away():
+                item.lost = self._lost
+            self._leave()
+        step.end(self._device)
+        self._learn(step)
+
+    # --- what is learnt ---
+
+    def _learn(self, step: Step) -> None:
+        seen = step.learnt()
+        self._steps += step.turned
+        if seen is not None and seen.alike(self._learnt):
+            self._last = None
+            return
+        self._differing += self._learnt is not None and bool(step.sizes)
+        if seen is not None and seen.alike(self._last):
+            self._leave()
+            self._learnt, self._last = seen, None
+            self._times_learnt += 1
+        else:
+            self._last = seen
+
+    def _make(self, learnt: Learnt) -> None:
+        """Choose what to spill, and make ready for it.
+
+        With a given fraction it raises what keeps it from being spilled; else less is, and the report says why.
+        """
+        self._limited, self._chosen = "", frozenset()
+        with ExitStack() as undo:
+            try:
+                connection = undo.enter_context(self._pool.another("activations"))
+                rings = self._rings_for(learnt, connection)
+            except errors.AgentLost as error:
+                self._limited = str(error)  # it has just gone: as before it is learnt, and tried again
+                return
+            if rings is not None:
+                undo.pop_all()
+                self._connection, self._rings = connection, rings
+        self._made = True
+
+    def _rings_for(self, learnt: Learnt, connection: "Pool") -> Rings | None:
+        sizes, slots = learnt.sizes, self._slots
+        passing = [sizes[i] for i in learnt.spillable(0)]
+        slot_bytes = slot_size(passing, slots, connection.granularity) if passing else connection.granularity
+        items = learnt.spillable(slots * slot_bytes)
+        total, fraction, timeout = sum(sizes[i] for i in items), self._fraction, self._timeout
+        wanted = min(learnt.hidden(connection.rate) if fraction is None else int(total * fraction), self._budget)
+        while out := spread(sizes, items, min(wanted, total)):
+            back = [i for i in learnt.order if i in set(out)]
+            at, _ = places(sizes, out)
+            if copies(pieces(sizes, back, at, slots, slot_bytes), connection.chunk) > wire.MAX_COPIES:
+                self._limited = f"a step makes at most {wire.MAX_COPIES} copies each way"
+                wanted = min(wanted, total) * 9 // 10
+                continue
+            try:
+                rings = Rings(
+                    connection, sizes, out=out, back=back, slots=slots, slot_bytes=slot_bytes, timeout=timeout
+                )
+            except (errors.PoolFull, errors.LimitReached, errors.OutOfMemory) as error:
+                if fraction is not None:
+                    raise
+                self._limited, timeout = str(error), 0.0
+                wanted = sum(sizes[i] for i in out) // 2
+                continue
+            self._chosen = frozenset(out)
+            return rings
+        return None
+
+    def _leave(self) -> None:
+        """Give the region and the slots back; nothing that was queued uses them any more when this returns."""
+        if self._connection is not None:
+            self._waited += self._connection.exposed_wait
+            if self._rings is not None:
+                self._rings.forget()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._connection.close()
+        self._connection = self._rings = self._lost = None
+        self._made = False
+
+
+def spill_activations(
+    pool: "Pool",
+    *,
+    fraction: float | str = "auto",
+    budget: int | None = None,
+    min_bytes: int = 1 << 20,
+    slots: int = 4,
+    timeout: float = 2.0,
+) -> Spill:
+    """Let activations wait for their backward in neighbours' memory: `with` it around each forward and its backward.
+
+    The first two steps are watched; once two in a row went the same way, tensors that are saved for backward and do not
+    outlive the step leave as soon as they are saved, and are back before they are used.
+
+    `fraction` of what can be spilled (0 to 1); "auto": as much as hides behind the step at the link's rate, and less
+    if there is not so much to borrow. `budget`: bytes that are borrowed at most. `min_bytes`: smaller storages stay.
+    `slots`: pieces under way at once, each way. `timeout`: seconds that a given fraction may wait for memory.
+
+    Raises BadInput. Entering it raises PoolFull, LimitReached or OutOfMemory where a given fraction is not to be had;
+    nothing has changed then. Using a tensor that is lost raises AgentLost or DataLost, in backward.
+    """
+    if fraction != "auto" and (isinstance(fraction, bool | str) or not 0.0 <= fraction <= 1.0):
+        raise errors.BadInput("fraction", repr(fraction), '"auto", or 0 to 1')
+    return Spill(
+        pool,
+        fraction=None if isinstance(fraction, str) else float(fraction),
+        budget=arguments.MOST if budget is None else arguments.whole("budget", budget, 0),
+        min_bytes=arguments.whole("min_bytes", min_bytes, 1),
+        slots=arguments.whole("slots", slots, 1, 64),
+        timeout=arguments.seconds("timeout", timeout),
+    )

@@ -1,0 +1,101 @@
+"""One step as it goes: what is saved, what of it is used, and what it tells for the next."""
+
+import time
+import weakref
+from typing import Final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ema.torch.spill_plan import Learnt
+from ema.torch.spill_saved import Item
+
+_OUTSIDE: Final = -1
+"""What torch calls the backward under way while there is none."""
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward just now (as reentrant checkpoints ask, too)."""
+    return torch._C._current_graph_task_id() != _OUTSIDE  # noqa: SLF001 - there is no public name for it
+
+
+class Step:
+    """Storages are told apart by address and version, and stay known until the step is over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._known: dict[tuple[int, int], tuple[StorageWeakRef, int]] = {}
+        self.items: list[weakref.ref[Item]] = []
+        self.sizes: list[int] = []
+        self.order: list[int] = []
+        self._used: set[int] = set()
+        self.turned = False
+        """Backward has begun."""
+        self.failed = False
+        """An exception went through it: it teaches nothing."""
+        self._marks = [_mark(device)]
+        self._lasting: frozenset[int] | None = None
+
+    def item(self, tensor: torch.Tensor) -> tuple[Item | None, bool]:
+        """The item that a saved tensor belongs to, and whether it is new. None: all that was saved of it is gone."""
+        storage = tensor.untyped_storage()
+        # A weak reference keeps the address from being used again, so it names one storage for the whole step.
+        key = storage._cdata, tensor._version  # noqa: SLF001
+        known = self._known.get(key)
+        if known is not None:
+            return self.items[known[1]](), False
+        item = Item(len(self.items), storage.nbytes())
+        self._known[key] = StorageWeakRef(storage), item.index
+        self.items.append(weakref.ref(item))
+        self.sizes.append(item.size)
+        return item, True
+
+    def used(self, item: Item) -> None:
+        """Backward uses an item."""
+        if item.index not in self._used:
+            self._used.add(item.index)
+            self.order.append(item.index)
+
+    def turn(self, device: torch.device) -> None:
+        """Backward begins."""
+        self.turned = True
+        self._marks.append(_mark(device))
+
+    def end(self, device: torch.device) -> None:
+        """It is over: what is in memory now outlives it."""
+        if self.turned and self._lasting is None:
+            self._marks.append(_mark(device))
+            self._lasting = frozenset(n for ref, n in self._known.values() if not ref.expired())
+
+    @property
+    def open(self) -> bool:
+        """Whether anything that it saved may still be used."""
+        return any(ref() is not None for ref in self.items)
+
+    def away(self) -> list[Item]:
+        """Items that are spilled, not back, and may still be used."""
+        alive = (ref() for ref in self.items)
+        return [item for item in alive if item is not None and item.spilled and item.data is None]
+
+    def learnt(self) -> Learnt | None:
+        """What it tells; None if it was no whole step."""
+        if self.failed or self._lasting is None or not self.order:
+            return None
+        begin, turn, end = self._marks
+        return Learnt(tuple(self.sizes), tuple(self.order), self._lasting, _seconds(begin, turn), _seconds(turn, end))
+
+
+def _mark(device: torch.device) -> "torch.cuda.Event | float":
+    """A moment: of the GPU's stream, or of this thread where it computes."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(begin: "torch.cuda.Event | float", end: "torch.cuda.Event | float") -> float:
+    """Between two moments. Waits for the later one: for when something is learnt, not for the path of a step."""
+    if isinstance(begin, float) or isinstance(end, float):
+        return float(end) - float(begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3

@@ -1,0 +1,377 @@
+"""Activations that wait for their backward in a neighbour's memory: gradients are bit by bit those of local steps."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, closing, nullcontext, suppress
+
+import pytest
+
+pytest.importorskip("torch", reason="no torch: pip install '.[torch]'")
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ema
+from ema.torch import Spill, SpillReport, spill_activations
+from ema.torch.memory import device_of
+from nodes import Node
+
+torch.set_num_threads(1)
+KIB = 1 << 10
+Step = Callable[[int], torch.Tensor]
+"""A loss from the number of the step."""
+
+
+def mlp(client: ema.Pool, width: int = 128, depth: int = 8) -> nn.Module:
+    torch.manual_seed(1)
+    layers = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*layers).to(device_of(client))
+
+
+def batch(client: ema.Pool, number: int, rows: int = 64, width: int = 128) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(number)).to(device_of(client))
+
+
+def spilling(client: ema.Pool, **more: object) -> Spill:
+    given = {"fraction": 1.0, "min_bytes": 16 * KIB, "slots": 2, **more}
+    return spill_activations(client, **given)  # type: ignore[arg-type]
+
+
+def trained(model: nn.Module, loss: Step, spill: Spill | None, steps: int = 5) -> list[torch.Tensor]:
+    """Gradients of some steps, each with the weights that the one before left."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[torch.Tensor] = []
+    for number in range(steps):
+        optimizer.zero_grad()
+        if spill is None:
+            loss(number).backward()
+        else:
+            with spill:
+                loss(number).backward()
+        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    return seen
+
+
+def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert len(found) == len(wanted) > 0
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+def check(client: ema.Pool, make: Callable[[], tuple[nn.Module, Step]], steps: int = 5, **more: object) -> SpillReport:
+    """Train twice from the same start, all local and spilling."""
+    wanted = trained(*make(), None, steps)
+    with closing(spilling(client, **more)) as spill:
+        same(trained(*make(), spill, steps), wanted)
+        return spill.report
+
+
+def test_gradients_are_those_of_local_steps(client: ema.Pool) -> None:
+    def make() -> tuple[nn.Module, Step]:
+        model = mlp(client)
+        return model, lambda n: model(batch(client, n)).square().mean()
+
+    report = check(client, make)
+    assert (report.steps, report.learnt, report.differing) == (5, 1, 0)
+    # Inputs of the layers and of the activations between them, but for what backward uses first.
+    assert 8 * 32 * KIB <= report.spilled_bytes <= 15 * 32 * KIB
+    assert 0 < report.slot_bytes <= report.spilled_bytes / 4
+    assert not report.limited
+
+
+def test_gradients_of_a_llama(client: ema.Pool) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def make() -> tuple[nn.Module, Step]:
+        torch.manual_seed(2)
+        config = transformers.LlamaConfig(
+            vocab_size=128,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+        )
+        model = transformers.LlamaForCausalLM(config).to(device_of(client))
+
+        def loss(number: int) -> torch.Tensor:
+            tokens = torch.randint(128, (4, 32), generator=torch.Generator().manual_seed(number))
+            tokens = tokens.to(device_of(client))
+            return model(input_ids=tokens, labels=tokens).loss
+
+        return model, loss
+
+    report = check(client, make)
+    assert (report.learnt, report.differing) == (1, 0)
+    assert report.spilled_bytes > 512 * KIB
+
+
+def test_gradients_under_autocast(client: ema.Pool) -> None:
+    def make() -> tuple[nn.Module, Step]:
+        model, device = mlp(client), device_of(client)
+
+        def loss(number: int) -> torch.Tensor:
+            with torch.autocast(device.type, torch.bfloat16):
+                return model(batch(client, number, rows=128)).float().square().mean()
+
+        return model, loss
+
+    report = check(client, make)
+    assert (report.learnt, report.differing) == (1, 0)
+    assert report.spilled_bytes > 0
+
+
+def test_gradients_add_up_over_micro_batches(client: ema.Pool) -> None:
+    def train(spill: Spill | None) -> list[torch.Tensor]:
+        model = mlp(client)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(3):
+            optimizer.zero_grad()
+            for part in range(3):
+                with spill or nullcontext():
+                    model(batch(client, 10 * number + part)).square().mean().backward()
+            optimizer.step()
+        return list(model.parameters())
+
+    wanted = train(None)
+    with closing(spilling(client)) as spill:
+        same(train(spill), wanted)
+        assert (spill.report.steps, spill.report.learnt, spill.report.differing) == (9, 1, 0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_with_blocks_that_are_recomputed(client: ema.Pool, reentrant: bool) -> None:
+    def make() -> tuple[nn.Module, Step]:
+        model = mlp(client)
+        first, middle, last = model[:6], model[6:10], model[10:]
+
+        def loss(number: int) -> torch.Tensor:
+            hidden = first(batch(client, number))
+            hidden = checkpoint(middle, hidden, use_reentrant=reentrant)
+            return last(hidden).square().mean()
+
+        return model, loss
+
+    report = check(client, make)
+    assert (report.learnt, report.differing) == (1, 0)
+    assert report.spilled_bytes >= 5 * 32 * KIB
+
+
+def test_backward_after_the_context(client: ema.Pool) -> None:
+    def train(spill: Spill | None) -> list[torch.Tensor]:
+        model = mlp(client)
+        for number in range(4):
+            with spill or nullcontext():
+                loss = model(batch(client, number)).square().mean()
+            loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    wanted = train(None)
+    with closing(spilling(client)) as spill:
+        same(train(spill), wanted)
+        assert spill.report.learnt == 1
+        assert spill.report.spilled_bytes > 0
+
+
+def test_backward_twice(client: ema.Pool) -> None:
+    def train(spill: Spill | None) -> list[torch.Tensor]:
+        model = mlp(client)
+        for number in range(5):
+            with spill or nullcontext():
+                loss = model(batch(client, number)).square().mean()
+                loss.backward(retain_graph=number >= 2)
+                if number >= 2:
+                    loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    wanted = train(None)
+    with closing(spilling(client)) as spill:
+        same(train(spill), wanted)
+        assert (spill.report.learnt, spill.report.differing) == (1, 0)
+        assert spill.report.spilled_bytes > 0
+
+
+def test_second_derivatives(client: ema.Pool) -> None:
+    def train(spill: Spill | None) -> list[torch.Tensor]:
+        model = mlp(client)
+        for number in range(4):
+            x = batch(client, number).requires_grad_()
+            with spill or nullcontext():
+                out = model(x).square().mean()
+                (slope,) = torch.autograd.grad(out, x, create_graph=True)
+                (out + slope.square().sum()).backward()
+        return [p.grad for p in model.parameters()]
+
+    wanted = train(None)
+    with closing(spilling(client)) as spill:
+        same(train(spill), wanted)
+        assert spill.report.spilled_bytes > 0
+
+
+def test_steps_that_differ_stay_local_and_are_learnt_when_they_last(client: ema.Pool) -> None:
+    rows = [64, 64, 64, 96, 64, 32, 96, 96, 96, 64]
+
+    def make() -> tuple[nn.Module, Step]:
+        model = mlp(client)
+        return model, lambda n: model(batch(client, n, rows=rows[n])).square().mean()
+
+    report = check(client, make, steps=len(rows))
+    assert report.learnt == 2
+    assert report.differing == 5  # 96, 32, the two 96 that were learnt from, and the last
+
+
+def test_a_step_that_stops_in_the_middle(client: ema.Pool) -> None:
+    class Stop(Exception):
+        pass
+
+    def train(spill: Spill | None) -> list[torch.Tensor]:
+        model = mlp(client)
+        for number in range(9):
+            stop = number in (3, 5)
+            with suppress(Stop), spill or nullcontext():
+                hidden = model[:9](batch(client, number))
+                if stop:
+                    raise Stop
+                loss = model[9:](hidden).square().mean()
+                if number != 6:  # forward alone
+                    loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    wanted = train(None)
+    with closing(spilling(client)) as spill:
+        same(train(spill), wanted)
+        assert (spill.report.learnt, spill.report.differing) == (1, 3)
+
+
+def test_backward_that_fails_in_the_middle(client: ema.Pool) -> None:
+    class Stop(Exception):
+        pass
+
+    def fail(_: torch.Tensor) -> None:
+        raise Stop
+
+    def train(spill: Spill | None) -> list[torch.Tensor]:
+        model = mlp(client)
+        for number in range(7):
+            with spill or nullcontext():
+                hidden = model[:8](batch(client, number))
+                if number == 4:
+                    hidden.register_hook(fail)
+                loss = model[8:](hidden).square().mean()
+                if number == 4:
+                    with pytest.raises(Stop):
+                        loss.backward()
+                    model.zero_grad()
+                else:
+                    loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    wanted = train(None)
+    with closing(spilling(client)) as spill:
+        same(train(spill), wanted)
+        assert spill.report.learnt == 1
+
+
+def test_changes_in_place_are_seen(client: ema.Pool) -> None:
+    model = mlp(client)
+
+    def step(number: int, change: int | None) -> None:
+        hidden = batch(client, number)
+        kept: list[torch.Tensor] = []
+        for layer in model:
+            hidden = layer(hidden)
+            kept.append(hidden)
+        if change is not None:
+            with torch.no_grad():
+                kept[change].add_(1)
+        hidden.square().mean().backward()
+
+    with closing(spilling(client)) as spill:
+        for number in range(3):
+            with spill:
+                step(number, None)
+        assert spill.report.spilled_bytes > 0
+        for change in range(len(model) - 1):
+            for stand in (nullcontext(), spill):
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"), stand:
+                    step(4, change)
+        with spill:
+            step(5, None)
+
+
+def test_what_outlives_the_step_or_is_small_stays(client: ema.Pool) -> None:
+    weight = torch.randn(256, 256, device=device_of(client), requires_grad=True)
+    x = torch.randn(256, 256, device=device_of(client))
+
+    def loss() -> torch.Tensor:
+        hidden = x
+        for _ in range(6):
+            hidden = hidden @ weight.t()
+        return hidden.square().mean()
+
+    with closing(spilling(client)) as spill:
+        for _ in range(4):
+            with spill:
+                loss().backward()
+        # Six products and the square save x, five results in the middle, the last one, and the weight six times.
+        assert spill.report.spilled_bytes + spill.report.kept_bytes == 6 * 256 * KIB
+    with closing(spilling(client, min_bytes=257 * KIB)) as spill:
+        for _ in range(4):
+            with spill:
+                loss().backward()
+        assert spill.report.spilled_bytes == spill.report.kept_bytes == 0
+
+
+def test_less_is_spilled_of_a_budget_and_of_a_part(client: ema.Pool) -> None:
+    def make() -> tuple[nn.Module, Step]:
+        model = mlp(client)
+        return model, lambda n: model(batch(client, n)).square().mean()
+
+    all_of_it = check(client, make).spilled_bytes
+    half = check(client, make, fraction=0.5).spilled_bytes
+    assert 0 < half <= all_of_it / 2
+    assert check(client, make, budget=100 * KIB).spilled_bytes == 96 * KIB
+    assert check(client, make, fraction=0.0).spilled_bytes == 0
+    by_itself = check(client, make, fraction="auto")
+    assert 0 < by_itself.spilled_bytes <= all_of_it
+
+
+def test_what_is_not_to_be_had(torch_node: Node) -> None:
+    model: nn.Module
+
+    def step(number: int) -> None:
+        model(batch(client, number)).square().mean().backward()
+
+    with ExitStack() as stack:
+        client = stack.enter_context(ema.connect(torch_node.socket, gpu=torch_node.gpus[0]))
+        model = mlp(client)
+        asked = stack.enter_context(closing(spilling(client, timeout=0.0)))
+        fitted = stack.enter_context(closing(spilling(client, fraction="auto", timeout=0.0)))
+        for number in range(2):
+            for spill in (asked, fitted):
+                with spill:
+                    step(number)
+        others = torch_node.gpus[1:]
+        held = [torch_node.take_what_is_free(gpu) for gpu in (1, 2)]
+        stack.callback(torch_node.outsider.release, held)
+        torch_node.until(lambda a: not any(a.node.free(gpu) for gpu in others), saying="the agent sees it")
+        for _ in range(2):
+            with pytest.raises(ema.PoolFull), asked:
+                raise AssertionError("nothing was run")
+        for number in range(2):
+            with fitted:
+                step(number)
+        assert fitted.report.limited
+        assert fitted.report.spilled_bytes == 0
+
+
+def test_arguments(client: ema.Pool) -> None:
+    wrong = ("fraction", 1.5), ("fraction", "all"), ("fraction", True), ("min_bytes", 0), ("slots", 0), ("budget", -1)
+    for name, value in wrong:
+        with pytest.raises(ema.BadInput, match=name):
+            spilling(client, **{name: value})
+    with closing(spilling(client)) as spill, spill, pytest.raises(ema.InUse):
+        spill.__enter__()
+    with pytest.raises(ema.EmaError, match="closed"), spill:
+        pass
