@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext, suppress
+from itertools import pairwise
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="no torch: pip install '.[torch]'")
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import ema
@@ -364,6 +368,164 @@ def test_what_is_not_to_be_had(torch_node: Node) -> None:
                 step(number)
         assert fitted.report.limited
         assert fitted.report.spilled_bytes == 0
+
+
+def test_what_is_spilled_is_not_in_local_memory(client: ema.Pool) -> None:
+    model = mlp(client, depth=16)
+    there: list[int] = []
+
+    def step(number: int) -> None:
+        hidden, seen = batch(client, number), []
+        for layer in model:
+            hidden = layer(hidden)
+            seen.append(StorageWeakRef(hidden.untyped_storage()))
+        loss = hidden.square().mean()
+        del hidden
+        there.append(sum(not ref.expired() for ref in seen))
+        loss.backward()
+
+    with closing(spilling(client)) as spill:
+        for number in range(4):
+            with spill:
+                step(number)
+        assert there[0] == there[1] == 32
+        assert there[2] == there[3] <= 32 - spill.report.spilled_bytes // (32 * KIB) + 1 <= 6
+
+
+def test_hooks_on_gradients(client: ema.Pool) -> None:
+    heard: list[torch.Tensor] = []
+
+    def make() -> tuple[nn.Module, Step]:
+        model = mlp(client)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: heard.append(p.grad.clone()))
+
+        def loss(number: int) -> torch.Tensor:
+            hidden = model[:8](batch(client, number))
+            hidden.register_hook(lambda grad: grad * 0.5)
+            return model[8:](hidden).square().mean()
+
+        return model, loss
+
+    report = check(client, make)
+    assert (report.learnt, report.differing) == (1, 0)
+    half = len(heard) // 2
+    same(heard[half:], heard[:half])
+
+
+def test_backward_in_another_order(client: ema.Pool) -> None:
+    """Two losses, of which now the one and now the other goes back first."""
+
+    def train(spill: Spill | None) -> list[torch.Tensor]:
+        one, two = mlp(client, depth=6), mlp(client, depth=6)
+        for number in range(7):
+            with spill or nullcontext():
+                losses = [m(batch(client, number)).square().mean() for m in (one, two)]
+                for loss in losses if number in (0, 1, 2, 4) else reversed(losses):
+                    loss.backward()
+        return [p.grad for m in (one, two) for p in m.parameters()]
+
+    wanted = train(None)
+    with closing(spilling(client)) as spill:
+        same(train(spill), wanted)
+        assert spill.report.learnt == 2
+
+
+def test_only_a_part_goes_back(client: ema.Pool) -> None:
+    def train(spill: Spill | None) -> list[torch.Tensor]:
+        one, two = mlp(client, depth=6), mlp(client, depth=6)
+        for number in range(6):
+            with spill or nullcontext():
+                losses = [m(batch(client, number)).square().mean() for m in (one, two)]
+                for loss in losses if number != 4 else losses[:1]:
+                    loss.backward()
+        return [p.grad for m in (one, two) for p in m.parameters()]
+
+    wanted = train(None)
+    with closing(spilling(client)) as spill:
+        same(train(spill), wanted)
+        assert (spill.report.learnt, spill.report.differing) == (1, 1)
+
+
+def test_an_interrupted_step(client: ema.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp(client)
+
+    def step(number: int) -> list[torch.Tensor]:
+        model.zero_grad()
+        model(batch(client, number)).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    wanted = step(1)
+    with closing(spilling(client)) as spill:
+        for _ in range(3):
+            with spill:
+                step(1)
+        for name in ("wait_empty", "wait"):
+            with monkeypatch.context() as patch:
+                patch.setattr(ema.Slot, name, interrupted(getattr(ema.Slot, name), after=3))
+                with pytest.raises(KeyboardInterrupt), spill:
+                    step(1)
+            for _ in range(2):
+                with spill:
+                    same(step(1), wanted)
+            assert spill.report.spilled_bytes > 0
+
+
+def interrupted(what: Callable[..., object], after: int) -> Callable[..., object]:
+    """The same call, which raises KeyboardInterrupt when it was made so often."""
+    calls = 0
+
+    def call(*args: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            raise KeyboardInterrupt
+        return what(*args)
+
+    return call
+
+
+STEP = st.tuples(
+    st.sampled_from([32, 32, 32, 48]), st.sampled_from(["whole", "whole", "whole", "stop", "forward", "twice", "kept"])
+)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    widths=st.lists(st.sampled_from([16, 40, 64]), min_size=3, max_size=8),
+    steps=st.lists(STEP, min_size=3, max_size=10),
+    slots=st.integers(1, 3),
+    fraction=st.sampled_from([0.4, 1.0]),
+)
+def test_any_shapes_and_any_steps(
+    client: ema.Pool, widths: list[int], steps: list[tuple[int, str]], slots: int, fraction: float
+) -> None:
+    def train(spill: Spill | None) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        layers = [m for a, b in pairwise([16, *widths]) for m in (nn.Linear(a, b), nn.Tanh())]
+        model = nn.Sequential(*layers).to(device_of(client))
+        kept: list[torch.Tensor] = []
+        for number, (rows, kind) in enumerate(steps):
+            with suppress(ZeroDivisionError), spill or nullcontext():
+                hidden = model[: len(layers) // 2](batch(client, number, rows, 16))
+                if kind == "stop":
+                    raise ZeroDivisionError
+                loss = model[len(layers) // 2 :](hidden).square().mean()
+                if kind == "kept":
+                    kept.append(loss)
+                elif kind != "forward":
+                    loss.backward(retain_graph=kind == "twice")
+                if kind == "twice":
+                    loss.backward()
+        for loss in kept:
+            loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    wanted = train(None)
+    with closing(spilling(client, slots=slots, fraction=fraction, min_bytes=2 * KIB)) as spill:
+        found = train(spill)
+    assert len(found) == len(wanted)
+    assert all(map(torch.equal, found, wanted))
 
 
 def test_arguments(client: ema.Pool) -> None:

@@ -1,5 +1,6 @@
 """torch on lent memory. Needs torch; nothing else of `ema` imports it."""
 
-from ema.torch.spill import Spill, SpillReport, spill_activations
+from ema.torch.spill import Spill, spill_activations
+from ema.torch.spill_report import SpillReport
 
 __all__ = ["Spill", "SpillReport", "spill_activations"]

@@ -6,60 +6,37 @@ keeps what it saves in local memory, so that it is never wrong and never waits f
 """
 
 import threading
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Self
 
 import torch
 
 from ema import arguments, errors
 from ema.torch.memory import device_of
-from ema.torch.spill_plan import Learnt, copies, pieces, places, slot_size, spread
-from ema.torch.spill_rings import Rings
+from ema.torch.spill_choice import Choice, Wishes, choose
+from ema.torch.spill_plan import Learnt, rounded
+from ema.torch.spill_report import SpillReport
 from ema.torch.spill_saved import Item, Saved, bytes_of, plain
 from ema.torch.spill_step import Step, in_backward
-from ema_core import wire
 
 if TYPE_CHECKING:
     from ema.pool import Pool
-
-
-@dataclass(frozen=True, slots=True)
-class SpillReport:
-    """What happened so far."""
-
-    steps: int
-    """Forwards with their backwards."""
-    learnt: int
-    """How often a way of going was learnt."""
-    differing: int
-    """Steps that did not go as learnt, and kept what they saved from there on."""
-    spilled_bytes: int
-    """Bytes that go out and come back in one step, as learnt last."""
-    kept_bytes: int
-    """Bytes (of large enough tensors) that such a step keeps in local memory."""
-    slot_bytes: int
-    """Bytes of local memory that the slots take."""
-    exposed_wait: float
-    """Seconds that this process has waited for slots, in all. On GPUs it is the stream that waits: not counted."""
-    limited: str
-    """Why less is spilled than would hide; empty if nothing stands against it."""
+    from ema.torch.spill_rings import Rings
 
 
 class Spill:
     """Made by `spill_activations`. One thread at a time; not for one that runs inside another."""
 
-    def __init__(
-        self, pool: "Pool", *, fraction: float | None, budget: int, min_bytes: int, slots: int, timeout: float
-    ) -> None:
-        self._pool, self._fraction, self._budget = pool, fraction, budget
-        self._min_bytes, self._slots, self._timeout = min_bytes, slots, timeout
+    def __init__(self, pool: "Pool", wishes: Wishes, min_bytes: int) -> None:
+        self._pool, self._wishes, self._min_bytes = pool, wishes, min_bytes
         self._device = device_of(pool)
         self._lock = threading.RLock()
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
         self._connection: Pool | None = None
         self._rings: Rings | None = None
-        self._chosen: frozenset[int] = frozenset()
+        self._choice: Choice | None = None
+        """What is spilled of steps that go as learnt, which may be nothing; None while that is not settled."""
         self._learnt: Learnt | None = None
         """How steps go; None until two in a row went the same way."""
         self._last: Learnt | None = None
@@ -68,29 +45,35 @@ class Spill:
         self._following = False
         """The step under way has gone as learnt so far."""
         self._lost: errors.EmaError | None = None
-        self._made = False
-        """Ready to spill what was chosen, which may be nothing."""
+        """What is away is lost, and why."""
+        self._untold: errors.EmaError | None = None
+        """A GPU has used what is not true, and the user has not been told."""
         self._closed = False
         self._steps = self._times_learnt = self._differing = 0
         self._waited = 0.0
-        self._limited = ""
 
     # --- for the user ---
 
     def __enter__(self) -> Self:
-        """Begin a step. Raises PoolFull, LimitReached, OutOfMemory (with a given fraction), EmaError (closed)."""
+        """Begin a step.
+
+        Raises PoolFull, LimitReached, OutOfMemory (with a given fraction), EmaError (closed); and AgentLost or DataLost
+        if a GPU has used what is not true: the gradients of the step before are NaN then.
+        """
         with self._lock:
             if self._closed:
                 raise errors.EmaError("this spill is closed")
             if self._hooks:
                 raise errors.InUse("this spill stands around a step already; make one of its own for another")
             self._begin()
+            self._tell()
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             hooks.__enter__()
             self._hooks.append(hooks)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End it. Raises AgentLost or DataLost if a GPU has used what is not true: gradients are NaN then."""
         with self._lock:
             self._hooks.pop().__exit__(None, None, None)
             if (step := self._step) is not None:
@@ -98,6 +81,13 @@ class Spill:
                 step.end(self._device)
                 if step.turned and not step.open:
                     self._finish()
+            if kind is None:
+                self._tell()
+
+    def _tell(self) -> None:
+        if (error := self._untold) is not None:
+            self._untold = None
+            raise fresh(error)
 
     def close(self) -> None:
         """Give everything back. What a step that is not over has spilled is brought back first. Twice is harmless."""
@@ -115,7 +105,9 @@ class Spill:
         """What happened so far."""
         rings = self._rings
         spilled = 0 if rings is None else rings.bytes
-        learnt = self._learnt
+        learnt, waited = self._learnt, self._waited
+        if self._connection is not None and rings is not None:
+            waited += self._connection.exposed_wait + rings.lane.waited
         saved = 0 if learnt is None else sum(n for i, n in enumerate(learnt.sizes) if i not in learnt.lasting)
         return SpillReport(
             steps=self._steps,
@@ -124,8 +116,8 @@ class Spill:
             spilled_bytes=spilled,
             kept_bytes=saved - spilled,
             slot_bytes=0 if rings is None else rings.slot_bytes,
-            exposed_wait=self._waited + (0.0 if self._connection is None else self._connection.exposed_wait),
-            limited=self._limited,
+            exposed_wait=waited,
+            limited="" if self._choice is None else self._choice.limited,
         )
 
     # --- what autograd calls ---
@@ -165,9 +157,9 @@ class Spill:
     def _begin(self) -> None:
         """A new step: the last one is finished, and what it taught is used."""
         self._finish()
-        if self._rings is not None and not self._rings.fresh:
+        if self._rings is not None and (self._rings.lost is not None or not self._rings.fresh):
             self._leave()
-        if not self._made and self._learnt is not None and self._pool.alive:
+        if self._choice is None and self._learnt is not None and self._pool.alive:
             self._make(self._learnt)
         self._following = self._learnt is not None
         self._step = Step(self._device)
@@ -178,35 +170,30 @@ class Spill:
         if not self._following or learnt is None:
             return False
         self._following = item.index < len(learnt.sizes) and learnt.sizes[item.index] == item.size
-        return self._following and item.index in self._chosen and self._lost is None
+        choice = self._choice
+        return self._following and choice is not None and item.index in choice.items and self._lost is None
 
     def _put(self, item: Item, tensor: torch.Tensor) -> None:
         if self._rings is not None:
-            try:
+            with self._handing_over():
                 self._rings.put(item.index, bytes_of(tensor))
-            except errors.EmaError as error:
-                self._lost = error  # this item is still here; what went before it is told of when it is used
-            else:
                 item.spilled = True
 
     def _turn(self, step: Step) -> None:
         step.turn(self._device)
         if self._rings is not None and self._lost is None:
-            try:
+            with self._handing_over():
                 self._rings.turn()
-            except errors.EmaError as error:
-                self._lost = error
 
     def _bring(self, wanted: Item) -> None:
         """Take what comes until this item has come. What comes before it and is still wanted waits in local memory."""
         if wanted.lost is None and self._lost is None:
-            try:
+            with self._handing_over():
                 while wanted.data is None and self._take():
                     pass
-            except errors.EmaError as error:
-                self._lost = error
         if wanted.data is None:
-            raise wanted.lost or self._lost or errors.EmaError(f"item {wanted.index} of this step did not come back")
+            lost = wanted.lost or self._lost or errors.EmaError(f"item {wanted.index} of this step did not come back")
+            raise fresh(lost)
 
     def _take(self) -> bool:
         """Take one item; False if none is coming."""
@@ -217,8 +204,8 @@ class Spill:
         if item is None or not item.spilled:
             rings.take(None)
         else:
-            data = torch.empty(item.size, dtype=torch.uint8, device=self._device)
-            rings.take(data)
+            data = torch.empty(rounded(item.size), dtype=torch.uint8, device=self._device)
+            rings.take(data, numbers=item.numbers)
             item.data = data
         return True
 
@@ -228,15 +215,13 @@ class Spill:
         if step is None:
             return
         if rings is not None and self._lost is None:
-            try:
+            with self._handing_over():
                 rings.finish_stores()
                 if step.away():
                     rings.turn()
                 while self._take():
                     pass
                 rings.rest()
-            except errors.EmaError as error:
-                self._lost = error
         self._step = None
         if self._lost is not None:
             for item in step.away():
@@ -244,6 +229,22 @@ class Spill:
             self._leave()
         step.end(self._device)
         self._learn(step)
+
+    @contextmanager
+    def _handing_over(self) -> Iterator[None]:
+        """What is lost meanwhile is told of where it is used: whatever is still here stays right.
+
+        After an interruption nobody knows which slot was handed over: all that is away counts as lost then, too.
+        """
+        try:
+            yield
+        except errors.EmaError as error:
+            self._lost = fresh(error)
+        except BaseException:
+            self._lost = errors.EmaError("a step was interrupted while it handed slots over")
+            raise
+        if self._rings is not None and (lost := self._rings.lost) is not None:
+            self._lost = fresh(lost)
 
     # --- what is learnt ---
 
@@ -256,68 +257,45 @@ class Spill:
         self._differing += self._learnt is not None and bool(step.sizes)
         if seen is not None and seen.alike(self._last):
             self._leave()
-            self._learnt, self._last = seen, None
+            self._learnt, self._last = step.timed(seen), None
             self._times_learnt += 1
         else:
             self._last = seen
 
     def _make(self, learnt: Learnt) -> None:
-        """Choose what to spill, and make ready for it.
-
-        With a given fraction it raises what keeps it from being spilled; else less is, and the report says why.
-        """
-        self._limited, self._chosen = "", frozenset()
+        """Choose what to spill, and make ready for it. With a given fraction it raises what keeps it from being had."""
+        self._choice = None
         with ExitStack() as undo:
             try:
                 connection = undo.enter_context(self._pool.another("activations"))
-                rings = self._rings_for(learnt, connection)
-            except errors.AgentLost as error:
-                self._limited = str(error)  # it has just gone: as before it is learnt, and tried again
-                return
-            if rings is not None:
+                choice = choose(learnt, self._wishes, connection)
+            except errors.AgentLost:
+                return  # it has just gone: tried again at the next step
+            self._choice = choice
+            if choice.rings is not None:
                 undo.pop_all()
-                self._connection, self._rings = connection, rings
-        self._made = True
-
-    def _rings_for(self, learnt: Learnt, connection: "Pool") -> Rings | None:
-        sizes, slots = learnt.sizes, self._slots
-        passing = [sizes[i] for i in learnt.spillable(0)]
-        slot_bytes = slot_size(passing, slots, connection.granularity) if passing else connection.granularity
-        items = learnt.spillable(slots * slot_bytes)
-        total, fraction, timeout = sum(sizes[i] for i in items), self._fraction, self._timeout
-        wanted = min(learnt.hidden(connection.rate) if fraction is None else int(total * fraction), self._budget)
-        while out := spread(sizes, items, min(wanted, total)):
-            back = [i for i in learnt.order if i in set(out)]
-            at, _ = places(sizes, out)
-            if copies(pieces(sizes, back, at, slots, slot_bytes), connection.chunk) > wire.MAX_COPIES:
-                self._limited = f"a step makes at most {wire.MAX_COPIES} copies each way"
-                wanted = min(wanted, total) * 9 // 10
-                continue
-            try:
-                rings = Rings(
-                    connection, sizes, out=out, back=back, slots=slots, slot_bytes=slot_bytes, timeout=timeout
-                )
-            except (errors.PoolFull, errors.LimitReached, errors.OutOfMemory) as error:
-                if fraction is not None:
-                    raise
-                self._limited, timeout = str(error), 0.0
-                wanted = sum(sizes[i] for i in out) // 2
-                continue
-            self._chosen = frozenset(out)
-            return rings
-        return None
+                self._connection, self._rings = connection, choice.rings
 
     def _leave(self) -> None:
         """Give the region and the slots back; nothing that was queued uses them any more when this returns."""
         if self._connection is not None:
             self._waited += self._connection.exposed_wait
-            if self._rings is not None:
-                self._rings.forget()
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
+            if (rings := self._rings) is not None:
+                self._waited += rings.lane.waited
+                if rings.lost is not None and rings.spoilt:
+                    self._untold = fresh(rings.lost)
+                rings.close()
             self._connection.close()
-        self._connection = self._rings = self._lost = None
-        self._made = False
+        self._connection = self._rings = self._lost = self._choice = None
+
+
+def fresh(error: errors.EmaError) -> errors.EmaError:
+    """The same error without the frames that it went through: those hold slots and saved tensors in memory."""
+    again = type(error).__new__(type(error), *error.args)
+    again.__dict__.update(error.__dict__)
+    return again
 
 
 def spill_activations(
@@ -343,11 +321,10 @@ def spill_activations(
     """
     if fraction != "auto" and (isinstance(fraction, bool | str) or not 0.0 <= fraction <= 1.0):
         raise errors.BadInput("fraction", repr(fraction), '"auto", or 0 to 1')
-    return Spill(
-        pool,
+    wishes = Wishes(
         fraction=None if isinstance(fraction, str) else float(fraction),
         budget=arguments.MOST if budget is None else arguments.whole("budget", budget, 0),
-        min_bytes=arguments.whole("min_bytes", min_bytes, 1),
         slots=arguments.whole("slots", slots, 1, 64),
         timeout=arguments.seconds("timeout", timeout),
     )
+    return Spill(pool, wishes, arguments.whole("min_bytes", min_bytes, 1))

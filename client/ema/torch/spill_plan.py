@@ -26,9 +26,9 @@ class Learnt:
     """The items that backward used, in the order of first use."""
     lasting: frozenset[int]
     """Items that were still in memory after the step (parameters, inputs, caches): to spill them frees nothing."""
-    forward: float
+    forward: float = 0.0
     """Seconds from the step's begin to the first use of what was saved."""
-    backward: float
+    backward: float = 0.0
     """Seconds from there to the step's end."""
 
     def alike(self, other: "Learnt | None") -> bool:
@@ -53,6 +53,11 @@ class Learnt:
         Stores have the forward to hide behind, fetches the backward; a tenth is left for what is not even.
         """
         return int(0.9 * rate * min(self.forward, self.backward))
+
+
+def rounded(size: int) -> int:
+    """Bytes rounded up to whole words of 8, which are copied at once."""
+    return -(-size // 8) * 8
 
 
 def slot_size(sizes: Sequence[int], slots: int, granularity: int) -> int:

@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ema.torch.handover import handover
-from ema.torch.memory import bytes_at
-from ema.torch.spill_plan import Piece, pieces, places
+from ema.torch.memory import bytes_at, device_of
+from ema.torch.spill_guard import Guard, Mask
+from ema.torch.spill_lane import Lane
+from ema.torch.spill_plan import Piece, pieces, places, rounded
+from ema_driver.protocol import StreamOrdered
 
 if TYPE_CHECKING:
+    from ema.errors import EmaError
     from ema.pool import Pool
     from ema.region import Region
     from ema.window import Slot, Window
@@ -23,7 +27,11 @@ if TYPE_CHECKING:
 
 
 class Rings:
-    """Serves one step after another. Belongs to one thread at a time; every call queues work, none waits on a GPU."""
+    """Serves one step after another. Belongs to one thread at a time.
+
+    On simulated GPUs calls wait, and raise AgentLost or DataLost. On real ones they queue work and wait for nothing but
+    the run before the last to end.
+    """
 
     def __init__(
         self,
@@ -42,6 +50,7 @@ class Rings:
         """
         self._pool = pool
         self._hand = handover(pool)
+        self.lane = Lane(device_of(pool))
         self.session = pool.session
         at, size = places(sizes, out)
         self._out = pieces(sizes, out, at, slots, slot_bytes)
@@ -67,6 +76,8 @@ class Rings:
         self._stored = self._fetched = 0
         """Pieces handed over in the step under way."""
         self._storing = self._fetching = False
+        self.guard = Guard(pool, out_window, back_window) if isinstance(pool.driver, StreamOrdered) else None
+        self._mask = None if self.guard is None else Mask(self.guard.words())
 
     @property
     def bytes(self) -> int:
@@ -86,12 +97,13 @@ class Rings:
     def put(self, item: int, data: torch.Tensor) -> None:
         """Store an item's bytes (uint8), in the order `out`. Raises AgentLost, DataLost: then nothing of it counts."""
         self._begin()
-        for n in range(self._stored, self._last[item]):
-            piece, (slot, there) = self._out[n], self._out_slots[n]
-            self._hand.await_empty(slot)
-            there.copy_(data[piece.start : piece.start + piece.size])
-            self._hand.filled(slot)
-            self._stored = n + 1
+        with self.lane.entered():
+            for n in range(self._stored, self._last[item]):
+                piece, (slot, there) = self._out[n], self._out_slots[n]
+                self._await_empty(slot)
+                there[: piece.size].copy_(data[piece.start : piece.start + piece.size])
+                self._hand.filled(slot)
+                self._stored = n + 1
 
     def turn(self) -> None:
         """All that is to be stored was put: fetch it back as soon as it is stored. Raises AgentLost, DataLost."""
@@ -100,59 +112,75 @@ class Rings:
         self.finish_stores()
         self._fetch.start()
         self._fetching = True
-        for slot, _ in self._back_slots[: len(self._windows[1])]:
-            self._hand.emptied(slot)
+        with self.lane.entered():
+            for slot, _ in self._back_slots[: len(self._windows[1])]:
+                self._hand.emptied(slot)
 
     def finish_stores(self) -> None:
         """Hand over what a step that went another way did not, and wait until the slots are empty again."""
-        while self._storing and self._stored < len(self._out):
-            slot, _ = self._out_slots[self._stored]
-            self._hand.await_empty(slot)
-            self._hand.filled(slot)
-            self._stored += 1
-        if self._storing:
+        if not self._storing or self._fetching:
+            return
+        with self.lane.entered():
+            while self._stored < len(self._out):
+                slot, _ = self._out_slots[self._stored]
+                self._await_empty(slot)
+                self._hand.filled(slot)
+                self._stored += 1
             for slot, _ in self._out_slots[: len(self._windows[0])]:
-                self._hand.await_empty(slot)
+                self._await_empty(slot)
 
     @property
     def coming(self) -> int | None:
         """The item that is fetched next; None when all were taken, or while nothing is fetched."""
         return self._back[self._fetched].item if self._fetching and self._fetched < len(self._back) else None
 
-    def take(self, into: torch.Tensor | None) -> None:
-        """Copy the item that is `coming` into `into` (uint8, all of its bytes); None: it is not wanted any more.
+    def take(self, into: torch.Tensor | None, *, numbers: bool = True) -> None:
+        """Copy the item that is `coming` into `into` (uint8, its bytes rounded up to 8); None: it is not wanted.
 
-        Raises AgentLost, DataLost.
+        `numbers`: its bytes are floating-point numbers. Raises AgentLost, DataLost; on a GPU the bytes are spoilt.
         """
         item = self.coming
         ring = len(self._windows[1])
-        while self.coming == item is not None:
-            n = self._fetched
-            piece, (slot, there) = self._back[n], self._back_slots[n]
-            self._hand.await_full(slot)
-            if into is not None:
-                into[piece.start : piece.start + piece.size].copy_(there)
-            if n + ring < len(self._back):
-                self._hand.emptied(slot)
-            self._fetched = n + 1
+        with self.lane.entered():
+            while self.coming == item is not None:
+                n = self._fetched
+                piece, (slot, there) = self._back[n], self._back_slots[n]
+                with self.lane.waiting():
+                    self._hand.await_full(slot)
+                if into is not None:
+                    target = into[piece.start : piece.start + len(there)]
+                    if self._mask is None:
+                        target.copy_(there)
+                    else:
+                        self._mask.copy(there, target, numbers=numbers)
+                if n + ring < len(self._back):
+                    self._hand.emptied(slot)
+                self._fetched = n + 1
+
+    @property
+    def lost(self) -> "EmaError | None":
+        """Why the GPU's stream no longer waits for the agent; None while it does, and where nothing is ordered so."""
+        return None if self.guard is None else self.guard.lost
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether bytes were used that are not true. Waits for the GPU: for when something is lost."""
+        return self._mask is not None and self._mask.spoilt
 
     def rest(self) -> None:
         """A step is over, and all was handed over: ready for the next."""
         self._stored = self._fetched = 0
         self._storing = self._fetching = False
 
-    def forget(self) -> None:
-        """Let go of tensors over the slots, before their memory is given back with the pool."""
-        self._out_slots, self._back_slots = [], []
-
     def close(self) -> None:
-        """Give everything back; all that was queued must have run. Raises AgentLost, InUse."""
-        self.forget()
-        for program in (self._store, self._fetch):
-            program.close()
-        for window in self._windows:
-            window.close()
-        self._region.close()
+        """Let go of the slots, before their memory is given back with the pool. Nothing may be queued for them."""
+        if self.guard is not None:
+            self.guard.close()
+        self._out_slots, self._back_slots, self._mask = [], [], None
+
+    def _await_empty(self, slot: "Slot") -> None:
+        with self.lane.waiting():
+            self._hand.await_empty(slot)
 
     def _begin(self) -> None:
         if not self._storing:
@@ -163,8 +191,8 @@ class Rings:
         return [self._region.step(window[p.slot], p.at, p.size) for p in cut]
 
     def _seen(self, window: "Window", cut: Sequence[Piece]) -> "list[tuple[Slot, torch.Tensor]]":
-        """Each piece's slot, and its bytes there."""
+        """Each piece's slot, and its bytes there, rounded up to 8."""
         views: Mapping[int, torch.Tensor] = {
             n: bytes_at(self._pool, slot.address, slot.size) for n, slot in enumerate(window.slots)
         }
-        return [(window[p.slot], views[p.slot][: p.size]) for p in cut]
+        return [(window[p.slot], views[p.slot][: rounded(p.size)]) for p in cut]

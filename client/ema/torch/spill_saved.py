@@ -17,11 +17,11 @@ _CHANGED = (
 class Item:
     """One storage that a step saved, however many views of it were. It lives as long as autograd needs any of them."""
 
-    __slots__ = ("__weakref__", "data", "index", "lost", "size", "spilled")
+    __slots__ = ("__weakref__", "data", "index", "lost", "numbers", "size", "spilled")
 
-    def __init__(self, index: int, size: int) -> None:
-        self.index, self.size = index, size
-        """Place among the step's items; bytes."""
+    def __init__(self, index: int, size: int, *, numbers: bool) -> None:
+        self.index, self.size, self.numbers = index, size, numbers
+        """Place among the step's items; bytes; whether they are floating-point numbers."""
         self.spilled = False
         self.data: torch.Tensor | None = None
         """The bytes (uint8), once they are back."""

@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -43,7 +44,8 @@ class Step:
         known = self._known.get(key)
         if known is not None:
             return self.items[known[1]](), False
-        item = Item(len(self.items), storage.nbytes())
+        kind = tensor.dtype
+        item = Item(len(self.items), storage.nbytes(), numbers=kind.is_floating_point or kind.is_complex)
         self._known[key] = StorageWeakRef(storage), item.index
         self.items.append(weakref.ref(item))
         self.sizes.append(item.size)
@@ -77,11 +79,15 @@ class Step:
         return [item for item in alive if item is not None and item.spilled and item.data is None]
 
     def learnt(self) -> Learnt | None:
-        """What it tells; None if it was no whole step."""
+        """What it tells, without its times; None if it was no whole step."""
         if self.failed or self._lasting is None or not self.order:
             return None
+        return Learnt(tuple(self.sizes), tuple(self.order), self._lasting)
+
+    def timed(self, learnt: Learnt) -> Learnt:
+        """The same with its times. Waits for the GPU: not for the path of a step."""
         begin, turn, end = self._marks
-        return Learnt(tuple(self.sizes), tuple(self.order), self._lasting, _seconds(begin, turn), _seconds(turn, end))
+        return replace(learnt, forward=_seconds(begin, turn), backward=_seconds(turn, end))
 
 
 def _mark(device: torch.device) -> "torch.cuda.Event | float":
@@ -94,7 +100,7 @@ def _mark(device: torch.device) -> "torch.cuda.Event | float":
 
 
 def _seconds(begin: "torch.cuda.Event | float", end: "torch.cuda.Event | float") -> float:
-    """Between two moments. Waits for the later one: for when something is learnt, not for the path of a step."""
+    """Between two moments; waits for the later one."""
     if isinstance(begin, float) or isinstance(end, float):
         return float(end) - float(begin)
     end.synchronize()
