@@ -1,8 +1,11 @@
 """Activations that wait for their backward in a neighbour's memory: gradients are bit by bit those of local steps."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext, suppress
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -493,7 +496,7 @@ STEP = st.tuples(
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     widths=st.lists(st.sampled_from([16, 40, 64]), min_size=3, max_size=8),
-    steps=st.lists(STEP, min_size=3, max_size=10),
+    steps=st.lists(STEP, min_size=1, max_size=8),
     slots=st.integers(1, 3),
     fraction=st.sampled_from([0.4, 1.0]),
 )
@@ -505,7 +508,7 @@ def test_any_shapes_and_any_steps(
         layers = [m for a, b in pairwise([16, *widths]) for m in (nn.Linear(a, b), nn.Tanh())]
         model = nn.Sequential(*layers).to(device_of(client))
         kept: list[torch.Tensor] = []
-        for number, (rows, kind) in enumerate(steps):
+        for number, (rows, kind) in enumerate([(32, "whole")] * 2 + steps):
             with suppress(ZeroDivisionError), spill or nullcontext():
                 hidden = model[: len(layers) // 2](batch(client, number, rows, 16))
                 if kind == "stop":
@@ -537,3 +540,19 @@ def test_arguments(client: ema.Pool) -> None:
         spill.__enter__()
     with pytest.raises(ema.EmaError, match="closed"), spill:
         pass
+
+
+def test_two_processes_that_sum_gradients_up(torch_node: Node, tmp_path: Path) -> None:
+    worker = Path(__file__).with_name("ddp_worker.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(worker), torch_node.socket, torch_node.gpus[n], str(n), "2", str(tmp_path / "store")]
+        )
+        for n in range(2)
+    ]
+    try:
+        assert [rank.wait(60) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
