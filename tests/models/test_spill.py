@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -488,6 +489,138 @@ def interrupted(what: Callable[..., object], after: int) -> Callable[..., object
     return call
 
 
+class Kept(torch.autograd.Function):
+    """Keeps what it saved for longer than its backward, and returns it as a gradient, changed in place."""
+
+    seen: ClassVar[list[torch.Tensor]] = []
+    keeps = False
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, 2 * x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> torch.Tensor:
+        x, double = ctx.saved_tensors
+        if Kept.keeps:
+            Kept.seen.append(x)
+        return double.mul_(grad)
+
+
+def test_functions_that_keep_what_they_saved(client: ema.Pool) -> None:
+    def train(spill: Spill | None) -> list[torch.Tensor]:
+        Kept.seen = []
+        model = mlp(client, depth=24)
+        for number in range(6):
+            Kept.keeps = number >= 3
+            with spill or nullcontext():
+                hidden = batch(client, number)
+                for layer in model:
+                    hidden = Kept.apply(torch.tanh(layer(hidden)))
+                hidden.mean().backward()
+        return [*(p.grad for p in model.parameters()), *Kept.seen]
+
+    wanted = train(None)
+    with closing(spilling(client)) as spill:
+        same(train(spill), wanted)
+        assert spill.report.in_place_bytes > 0
+
+
+def test_saved_tensors_that_are_looked_at(client: ema.Pool) -> None:
+    looked: list[torch.Tensor] = []
+
+    def train(spill: Spill | None) -> list[torch.Tensor]:
+        model = mlp(client, depth=24)
+        for number in range(5):
+            with spill or nullcontext():
+                hidden = batch(client, number)
+                for layer in model:
+                    hidden = layer(hidden)
+                    if isinstance(layer, nn.GELU):
+                        node = hidden.grad_fn
+                        hidden.register_hook(lambda _, node=node: looked.append(node._saved_self.detach()))
+                loss = hidden.square().mean()
+                looked.append(model[0](batch(client, 0)).grad_fn.next_functions[0][0] is not None or loss.detach())
+                loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    wanted = train(None)
+    half, looked = looked, []
+    with closing(spilling(client)) as spill:
+        same(train(spill), wanted)
+    tensors = [[t for t in seen if isinstance(t, torch.Tensor)] for seen in (looked, half)]
+    same(*tensors)
+
+
+def test_a_second_derivative_now_and_then(client: ema.Pool) -> None:
+    def train(spill: Spill | None) -> list[torch.Tensor]:
+        model = mlp(client, depth=24)
+        for number in range(8):
+            x = batch(client, number).requires_grad_(number in (4, 6))
+            with spill or nullcontext():
+                loss = model(x).square().mean()
+                if x.requires_grad:
+                    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+                    loss = loss + slope.square().sum()
+                loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    wanted = train(None)
+    with closing(spilling(client)) as spill:
+        same(train(spill), wanted)
+        assert spill.report.in_place_bytes > 0
+
+
+def test_a_slot_that_is_never_let_go(client: ema.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a node of torch's own kept what it was given, in a step that seemed to go as learnt."""
+    monkeypatch.setattr("ema.torch.spill.called_by_engine", lambda _: True)
+    model, keep = mlp(client, depth=24), False
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            if keep:
+                Kept.seen.append(x)
+            return grad * x.exp()
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad()
+        hidden = batch(client, 1)
+        for layer in model:
+            hidden = Seen.apply(layer(hidden) * 0.1)
+        hidden.mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    wanted = step()
+    Kept.seen, keep = [], True
+    step()
+    keep, right = False, Kept.seen
+    Kept.seen = []
+    with closing(spilling(client)) as spill:
+        for _ in range(3):
+            with spill:
+                same(step(), wanted)
+        assert spill.report.in_place_bytes > 0
+        keep = True
+        with pytest.raises(ema.InUse, match="in_place=False"), spill:
+            step()
+        keep = False
+        for _ in range(3):
+            with spill:
+                same(step(), wanted)
+        assert spill.report.in_place_bytes == 0
+        assert spill.report.spilled_bytes > 0
+        same(Kept.seen, right[: len(Kept.seen)])
+        Kept.seen = []
+
+
 STEP = st.tuples(
     st.sampled_from([32, 32, 32, 48]), st.sampled_from(["whole", "whole", "whole", "stop", "forward", "twice", "kept"])
 )
@@ -505,7 +638,7 @@ def test_any_shapes_and_any_steps(
 ) -> None:
     def train(spill: Spill | None) -> list[torch.Tensor]:
         torch.manual_seed(5)
-        layers = [m for a, b in pairwise([16, *widths]) for m in (nn.Linear(a, b), nn.Tanh())]
+        layers = [m for a, b in pairwise([16, *3 * widths]) for m in (nn.Linear(a, b), nn.Tanh())]
         model = nn.Sequential(*layers).to(device_of(client))
         kept: list[torch.Tensor] = []
         for number, (rows, kind) in enumerate([(32, "whole")] * 2 + steps):

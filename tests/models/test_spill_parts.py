@@ -52,22 +52,42 @@ def test_pieces_are_all_bytes_once(sizes: list[int], slots: int, slot_bytes: int
 
 
 def test_what_may_be_spilled() -> None:
-    learnt = Learnt(sizes=(10, 20, 30, 40, 50), order=(4, 3, 1, 0), lasting=frozenset({3}), forward=2.0, backward=1.0)
+    learnt = Learnt(
+        sizes=(10, 20, 30, 40, 50),
+        order=(4, 3, 1, 0),
+        lasting=frozenset({3}),
+        until={4: 2, 3: 1, 1: 4},
+        forward=2.0,
+        backward=1.0,
+    )
     assert learnt.spillable(0) == [0, 1, 4]  # the third was never used, the fourth outlives the step
     assert learnt.spillable(1) == [0, 1]  # the fifth is what backward uses first
     assert learnt.spillable(50) == [0, 1]
     assert learnt.spillable(51) == [0]
     assert learnt.spillable(1000) == []
     assert learnt.hidden(100) == 90
-    assert learnt.alike(Learnt(learnt.sizes, learnt.order, frozenset()))
-    assert not learnt.alike(Learnt(learnt.sizes, (4, 3, 0, 1), frozenset()))
+    assert learnt.alike(Learnt(learnt.sizes, learnt.order, frozenset(), {}))
+    assert not learnt.alike(Learnt(learnt.sizes, (4, 3, 0, 1), frozenset(), {}))
     assert not learnt.alike(None)
+
+
+def test_what_may_stay_in_its_slot() -> None:
+    sizes, order = (1,) * 6, (5, 4, 3, 2, 1, 0)
+    learnt = Learnt(sizes, order, frozenset(), until={5: 1, 4: 3, 3: 3, 2: 4, 0: 6})
+    back = [4, 3, 2, 1, 0]  # the item used first is local
+    assert learnt.passing(back, ring=2) == {3, 2, 0}  # the first of them is used beyond the next, one to the end
+    assert learnt.passing(back, ring=4) == {4, 3, 2, 0}
+    longer = Learnt(sizes, order, frozenset({1}), until={5: 1, 4: 2, 3: 5, 2: 5})
+    both = learnt.joined(longer)
+    assert both.until == {5: 1, 4: 3, 3: 5, 2: 5}
+    assert both.lasting == {1}
 
 
 def test_slots_are_a_small_part_of_what_goes_through_them() -> None:
     assert slot_size([1000] * 4, 4, 512) == 512
     assert slot_size([1000] * 400, 4, 512) == 1024
-    assert slot_size([1 << 30] * 400, 4, 2 << 20) == 64 << 20
+    assert slot_size([1 << 30] * 400, 4, 2 << 20) == 128 << 20
+    assert slot_size([1000] * 400 + [10**6], 4, 512) == 1024
     assert rounded(1) == rounded(8) == 8
 
 

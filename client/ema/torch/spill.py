@@ -5,9 +5,11 @@ leave by static programs while forward goes on, and are back before backward use
 keeps what it saves in local memory, so that it is never wrong and never waits for what does not come.
 """
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -15,10 +17,10 @@ import torch
 from ema import arguments, errors
 from ema.torch.memory import device_of
 from ema.torch.spill_choice import Choice, Wishes, choose
-from ema.torch.spill_plan import Learnt, rounded
+from ema.torch.spill_plan import Learnt
 from ema.torch.spill_report import SpillReport
 from ema.torch.spill_saved import Item, Saved, bytes_of, plain
-from ema.torch.spill_step import Step, in_backward
+from ema.torch.spill_step import Step, called_by_engine, in_backward
 
 if TYPE_CHECKING:
     from ema.pool import Pool
@@ -46,6 +48,8 @@ class Spill:
         """The step under way has gone as learnt so far."""
         self._lost: errors.EmaError | None = None
         """What is away is lost, and why."""
+        self._parked: list[tuple[Pool, Rings]] = []
+        """Connections with slots that somebody still used when they were left: their memory must stay mapped."""
         self._untold: errors.EmaError | None = None
         """A GPU has used what is not true, and the user has not been told."""
         self._closed = False
@@ -99,6 +103,9 @@ class Spill:
             self._closed = True
             self._finish()
             self._leave()
+            for connection, rings in self._parked:
+                if not rings.in_use:
+                    connection.close()
 
     @property
     def report(self) -> SpillReport:
@@ -115,6 +122,7 @@ class Spill:
             differing=self._differing,
             spilled_bytes=spilled,
             kept_bytes=saved - spilled,
+            in_place_bytes=0 if rings is None else rings.in_place_bytes,
             slot_bytes=0 if rings is None else rings.slot_bytes,
             exposed_wait=waited,
             limited="" if self._choice is None else self._choice.limited,
@@ -124,7 +132,8 @@ class Spill:
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
         if in_backward():  # what a reentrant checkpoint or a second derivative saves
-            return Saved(tensor)
+            with self._lock:
+                return Saved(tensor.clone() if self._in_slot(tensor) else tensor)
         with self._lock:
             if self._step is None or (self._step.turned and not self._step.open):
                 self._begin()
@@ -141,15 +150,21 @@ class Spill:
             return Saved(tensor, step, item)
 
     def _unpack(self, saved: Saved) -> torch.Tensor:
+        stay = called_by_engine(sys._getframe())  # noqa: SLF001 - nothing else tells who asks
         with self._lock:
             step, item = saved.step, saved.item
             if step is not None and step is self._step and not step.turned:
                 self._turn(step)
+            if self._rings is not None and self._lost is None:
+                with self._handing_over():
+                    self._rings.release()
             saved.check()
             if step is not None and item is not None:
                 step.used(item)
                 if item.spilled and item.data is None:
-                    self._bring(item)
+                    self._bring(item, stay=stay)
+                elif item.data is not None and not stay and self._in_slot(item.data):
+                    item.data = item.data.clone()
             return saved.tensor()
 
     # --- a step ---
@@ -185,28 +200,27 @@ class Spill:
             with self._handing_over():
                 self._rings.turn()
 
-    def _bring(self, wanted: Item) -> None:
+    def _in_slot(self, tensor: torch.Tensor) -> bool:
+        return self._rings is not None and self._rings.owns(tensor)
+
+    def _bring(self, wanted: Item, *, stay: bool) -> None:
         """Take what comes until this item has come. What comes before it and is still wanted waits in local memory."""
         if wanted.lost is None and self._lost is None:
             with self._handing_over():
-                while wanted.data is None and self._take():
+                while wanted.data is None and self._take(wanted if stay else None):
                     pass
         if wanted.data is None:
             lost = wanted.lost or self._lost or errors.EmaError(f"item {wanted.index} of this step did not come back")
             raise fresh(lost)
 
-    def _take(self) -> bool:
-        """Take one item; False if none is coming."""
+    def _take(self, stays: Item | None = None) -> bool:
+        """Take one item; False if none is coming. `stays` may stay in its slot."""
         rings, step = self._rings, self._step
         if rings is None or step is None or (index := rings.coming) is None:
             return False
         item = step.items[index]() if index < len(step.items) else None
-        if item is None or not item.spilled:
-            rings.take(None)
-        else:
-            data = torch.empty(rounded(item.size), dtype=torch.uint8, device=self._device)
-            rings.take(data, numbers=item.numbers)
-            item.data = data
+        item = item if item is not None and item.spilled else None
+        rings.take(item, stay=item is not None and item is stays)
         return True
 
     def _finish(self) -> None:
@@ -255,9 +269,9 @@ class Spill:
             self._last = None
             return
         self._differing += self._learnt is not None and bool(step.sizes)
-        if seen is not None and seen.alike(self._last):
+        if seen is not None and self._last is not None and seen.alike(self._last):
             self._leave()
-            self._learnt, self._last = step.timed(seen), None
+            self._learnt, self._last = step.timed(seen.joined(self._last)), None
             self._times_learnt += 1
         else:
             self._last = seen
@@ -287,7 +301,11 @@ class Spill:
                 if rings.lost is not None and rings.spoilt:
                     self._untold = fresh(rings.lost)
                 rings.close()
-            self._connection.close()
+                if rings.in_use:
+                    self._parked.append((self._connection, rings))
+                    self._wishes = replace(self._wishes, in_place=False)
+            if not self._parked or self._parked[-1][0] is not self._connection:
+                self._connection.close()
         self._connection = self._rings = self._lost = self._choice = None
 
 
@@ -304,7 +322,8 @@ def spill_activations(
     fraction: float | str = "auto",
     budget: int | None = None,
     min_bytes: int = 1 << 20,
-    slots: int = 4,
+    slots: int = 6,
+    in_place: bool = True,
     timeout: float = 2.0,
 ) -> Spill:
     """Let activations wait for their backward in neighbours' memory: `with` it around each forward and its backward.
@@ -314,7 +333,9 @@ def spill_activations(
 
     `fraction` of what can be spilled (0 to 1); "auto": as much as hides behind the step at the link's rate, and less
     if there is not so much to borrow. `budget`: bytes that are borrowed at most. `min_bytes`: smaller storages stay.
-    `slots`: pieces under way at once, each way. `timeout`: seconds that a given fraction may wait for memory.
+    `slots`: pieces under way at once, each way. `in_place`: what comes back may be used in its slot, if that was short
+    enough in the steps that were watched; else it is copied first. `timeout`: seconds that a given fraction may wait
+    for memory.
 
     Raises BadInput. Entering it raises PoolFull, LimitReached or OutOfMemory where a given fraction is not to be had;
     nothing has changed then. Using a tensor that is lost raises AgentLost or DataLost, in backward.
@@ -325,6 +346,7 @@ def spill_activations(
         fraction=None if isinstance(fraction, str) else float(fraction),
         budget=arguments.MOST if budget is None else arguments.whole("budget", budget, 0),
         slots=arguments.whole("slots", slots, 1, 64),
+        in_place=bool(in_place),
         timeout=arguments.seconds("timeout", timeout),
     )
     return Spill(pool, wishes, arguments.whole("min_bytes", min_bytes, 1))

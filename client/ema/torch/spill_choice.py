@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ema import errors
-from ema.torch.spill_plan import Learnt, copies, pieces, places, slot_size, spread
+from ema.torch.spill_plan import LARGEST_OUT, Learnt, copies, pieces, places, slot_size, spread
 from ema.torch.spill_rings import Rings
 from ema_core import wire
 
@@ -21,6 +21,8 @@ class Wishes:
     budget: int
     """Bytes that are borrowed at most."""
     slots: int
+    in_place: bool
+    """What comes back may be used in its slot."""
     timeout: float
     """Seconds that a request for memory may wait."""
 
@@ -40,6 +42,7 @@ def choose(learnt: Learnt, wishes: Wishes, pool: "Pool") -> Choice:
     sizes, slots, timeout, limited = learnt.sizes, wishes.slots, wishes.timeout, ""
     passing = [sizes[i] for i in learnt.spillable(0)]
     slot_bytes = slot_size(passing, slots, pool.granularity) if passing else pool.granularity
+    out_bytes = min(slot_bytes, -(-LARGEST_OUT // pool.granularity) * pool.granularity)
     items = learnt.spillable(slots * slot_bytes)
     total = sum(sizes[i] for i in items)
     wanted = learnt.hidden(pool.rate) if wishes.fraction is None else int(total * wishes.fraction)
@@ -48,12 +51,21 @@ def choose(learnt: Learnt, wishes: Wishes, pool: "Pool") -> Choice:
         chosen = frozenset(out)
         back = [i for i in learnt.order if i in chosen]
         at, _ = places(sizes, out)
-        if copies(pieces(sizes, back, at, slots, slot_bytes), pool.chunk) > wire.MAX_COPIES:
+        if copies(pieces(sizes, out, at, slots, out_bytes), pool.chunk) > wire.MAX_COPIES:
             limited = f"a step makes at most {wire.MAX_COPIES} copies each way"
             wanted = wanted * 9 // 10
             continue
         try:
-            rings = Rings(pool, sizes, out=out, back=back, slots=slots, slot_bytes=slot_bytes, timeout=timeout)
+            rings = Rings(
+                pool,
+                sizes,
+                out=out,
+                back=back,
+                passing=learnt.passing(back, slots) if wishes.in_place else frozenset(),
+                slots=slots,
+                slot_bytes=(out_bytes, slot_bytes),
+                timeout=timeout,
+            )
         except (errors.PoolFull, errors.LimitReached, errors.OutOfMemory) as error:
             if wishes.fraction is not None:
                 raise

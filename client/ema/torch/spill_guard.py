@@ -30,6 +30,8 @@ PUSH: Final = 1e-3
 _SPOILT: Final = wire.SLOT_WORDS - 1
 """A word of a slot's group that nobody else uses."""
 _ONES: Final = 0xFFFFFFFF
+_EVERY: Final = 512
+"""Words of 8 bytes."""
 
 
 class Guard:
@@ -100,6 +102,11 @@ class Mask:
             torch.bitwise_or(source, self._mask, out=target)
         else:
             torch.bitwise_and(source, self._mask.bitwise_not(), out=target)
+
+    def spoil(self, target: torch.Tensor) -> None:
+        """The same for numbers that stay in their slot: one word in each 4 KiB of them."""
+        torch.sub(self._ones, self._one, out=self._mask)
+        target.view(torch.int64)[::_EVERY].bitwise_or_(self._mask)
 
     @property
     def spoilt(self) -> bool:

@@ -24,19 +24,19 @@ class Lane:
         self._waited = 0.0
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Work for the slots."""
+    def entered(self) -> Iterator[bool]:
+        """Work for the slots; whether it is in the order of what the caller does itself."""
         if self._device.type != "cuda":
-            yield
+            yield True
             return
         here = torch.cuda.current_stream(self._device)
         lane = self._stream = self._stream or here
         if here == lane:
-            yield
+            yield True
             return
         lane.wait_stream(here)
         with torch.cuda.stream(lane):
-            yield
+            yield False
         here.wait_stream(lane)
 
     @contextmanager

@@ -4,14 +4,17 @@ A *step* here is one forward and its backward. What it saves is a sequence of st
 the order of their first save; backward uses them in an order of its own, mostly the reverse.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 ALIGNED: Final = 256
 """Items start at multiples of this many bytes of the region: copy engines are slower elsewhere."""
-LARGEST_SLOT: Final = 64 << 20
-"""Bytes of one slot at most, unless they are given."""
+LARGEST_SLOT: Final = 128 << 20
+"""Bytes of a slot on the way back at most: what is larger is cut."""
+LARGEST_OUT: Final = 32 << 20
+"""The same on the way out, where nothing stays."""
 SHARE: Final = 16
 """The slots of one direction take at most this part of what is spilled."""
 
@@ -26,6 +29,8 @@ class Learnt:
     """The items that backward used, in the order of first use."""
     lasting: frozenset[int]
     """Items that were still in memory after the step (parameters, inputs, caches): to spill them frees nothing."""
+    until: Mapping[int, int]
+    """By item: the place in the order at which nobody used it any more. Without those that were used to the end."""
     forward: float = 0.0
     """Seconds from the step's begin to the first use of what was saved."""
     backward: float = 0.0
@@ -34,6 +39,21 @@ class Learnt:
     def alike(self, other: "Learnt | None") -> bool:
         """Whether both saved and used the same, so that one static program serves both."""
         return other is not None and (self.sizes, self.order) == (other.sizes, other.order)
+
+    def joined(self, other: "Learnt") -> "Learnt":
+        """Two alike: what lasts in either, and each item for as long as either used it."""
+        until = {i: max(place, other.until[i]) for i, place in self.until.items() if i in other.until}
+        return replace(self, lasting=self.lasting | other.lasting, until=until)
+
+    def passing(self, back: Sequence[int], ring: int) -> frozenset[int]:
+        """Those of `back` that may stay in the slot that they come in: it is free again well before its next use."""
+        place = {item: n for n, item in enumerate(self.order)}
+        ends = [place[item] for item in back] + [len(self.order)] * ring
+        return frozenset(
+            item
+            for n, item in enumerate(back)
+            if self.until.get(item, len(self.order) + 1) <= ends[n + max(1, ring // 2)]
+        )
 
     def spillable(self, ahead: int) -> list[int]:
         """Items that may be spilled, in the order of save.
@@ -61,8 +81,12 @@ def rounded(size: int) -> int:
 
 
 def slot_size(sizes: Sequence[int], slots: int, granularity: int) -> int:
-    """Bytes of a slot for items of these sizes: as large as the largest, but a small part of all of them together."""
-    most = min(max(sizes), LARGEST_SLOT, max(granularity, sum(sizes) // (SHARE * slots)))
+    """Bytes of a slot for items of these sizes: as large as the largest, but a small part of all of them together.
+
+    Layers repeat; what is there but once (the last layer's output over a vocabulary) is cut instead.
+    """
+    often = [size for size, count in Counter(sizes).items() if count > 1] or sizes
+    most = min(rounded(max(often)), LARGEST_SLOT, max(granularity, sum(sizes) // (SHARE * slots)))
     return -(-most // granularity) * granularity
 
 

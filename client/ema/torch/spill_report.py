@@ -17,6 +17,8 @@ class SpillReport:
     """Bytes that go out and come back in one step, as learnt last."""
     kept_bytes: int
     """Bytes (of large enough tensors) that such a step keeps in local memory."""
+    in_place_bytes: int
+    """Bytes of those that go out that may be used in the slots where they come back; the others are copied first."""
     slot_bytes: int
     """Bytes of local memory that the slots take."""
     exposed_wait: float

@@ -5,12 +5,16 @@ step hands slots over. The turn, where forward ends and backward begins, is wher
 everything stored.
 """
 
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from ema import errors
 from ema.torch.handover import handover
 from ema.torch.memory import bytes_at, device_of
 from ema.torch.spill_guard import Guard, Mask
@@ -19,11 +23,22 @@ from ema.torch.spill_plan import Piece, pieces, places, rounded
 from ema_driver.protocol import StreamOrdered
 
 if TYPE_CHECKING:
-    from ema.errors import EmaError
     from ema.pool import Pool
     from ema.region import Region
+    from ema.torch.spill_saved import Item
     from ema.window import Slot, Window
     from ema_core.wire import CopyStep
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A slot whose bytes are used where they are."""
+
+    piece: int
+    slot: int
+    """Index in the ring."""
+    item: "weakref.ref[Item]"
+    storage: StorageWeakRef
 
 
 class Rings:
@@ -40,29 +55,37 @@ class Rings:
         *,
         out: Sequence[int],
         back: Sequence[int],
+        passing: frozenset[int],
         slots: int,
-        slot_bytes: int,
+        slot_bytes: tuple[int, int],
         timeout: float,
     ) -> None:
         """For items of `sizes` bytes, stored in the order `out` and fetched in the order `back`.
+
+        Each way has `slots` slots, of so many bytes out and back. Items of `passing` may stay in their slot while they
+        are used, if they are in one piece.
 
         Raises PoolFull, LimitReached, OutOfMemory, AgentLost; then nothing is left of it.
         """
         self._pool = pool
         self._hand = handover(pool)
-        self.lane = Lane(device_of(pool))
+        self._device = device_of(pool)
+        self.lane = Lane(self._device)
         self.session = pool.session
         at, size = places(sizes, out)
-        self._out = pieces(sizes, out, at, slots, slot_bytes)
-        self._back = pieces(sizes, back, at, slots, slot_bytes)
+        self._out = pieces(sizes, out, at, slots, slot_bytes[0])
+        self._back = pieces(sizes, back, at, slots, slot_bytes[1])
+        self._passing = frozenset(i for i in passing if sizes[i] <= slot_bytes[1])
+        self._held: dict[int, Held] = {}
+        """By slot of the way back."""
         self._last = {p.item: n for n, p in enumerate(self._out, 1)}
         """Item → how many pieces are stored once it is."""
         with ExitStack() as undo:
             self._region: Region = pool.region(size, timeout=timeout)
             undo.callback(self._region.close)
             self._windows: list[Window] = []
-            for _ in range(2):
-                self._windows.append(pool.window(slots, slot_bytes))
+            for size in slot_bytes:
+                self._windows.append(pool.window(slots, size))
                 undo.callback(self._windows[-1].close)
             out_window, back_window = self._windows
             self._store = pool.program(self._steps(self._out, out_window), store=True)
@@ -83,6 +106,11 @@ class Rings:
     def bytes(self) -> int:
         """Bytes that go out, and come back, in one step."""
         return sum(p.size for p in self._out)
+
+    @property
+    def in_place_bytes(self) -> int:
+        """Bytes of these that may be used in their slots."""
+        return sum(p.size for p in self._back if p.item in self._passing)
 
     @property
     def slot_bytes(self) -> int:
@@ -134,31 +162,51 @@ class Rings:
         """The item that is fetched next; None when all were taken, or while nothing is fetched."""
         return self._back[self._fetched].item if self._fetching and self._fetched < len(self._back) else None
 
-    def take(self, into: torch.Tensor | None, *, numbers: bool = True) -> None:
-        """Copy the item that is `coming` into `into` (uint8, its bytes rounded up to 8); None: it is not wanted.
+    def take(self, item: "Item | None", *, stay: bool = False) -> None:
+        """Give the item that is `coming` its bytes; None: it is not wanted any more.
 
-        `numbers`: its bytes are floating-point numbers. Raises AgentLost, DataLost; on a GPU the bytes are spoilt.
+        `stay`: whoever uses it is on this stream, so that it may stay in its slot. Raises AgentLost, DataLost, InUse;
+        on a GPU, bytes that are not true are spoilt.
         """
-        item = self.coming
-        ring = len(self._windows[1])
-        with self.lane.entered():
-            while self.coming == item is not None:
+        coming = self.coming
+        with self.lane.entered() as here:
+            stay = stay and here and coming in self._passing
+            if item is not None and not stay:
+                item.data = torch.empty(rounded(item.size), dtype=torch.uint8, device=self._device)
+            while self.coming == coming is not None:
                 n = self._fetched
                 piece, (slot, there) = self._back[n], self._back_slots[n]
+                if (held := self._held.get(piece.slot)) is not None:
+                    self._evict(held)
                 with self.lane.waiting():
                     self._hand.await_full(slot)
-                if into is not None:
-                    target = into[piece.start : piece.start + len(there)]
-                    if self._mask is None:
-                        target.copy_(there)
-                    else:
-                        self._mask.copy(there, target, numbers=numbers)
-                if n + ring < len(self._back):
-                    self._hand.emptied(slot)
+                if item is not None and stay:
+                    self._stay(n, item)
+                else:
+                    if item is not None and item.data is not None:
+                        self._copy(there, item.data[piece.start : piece.start + len(there)], item)
+                    self._give_back(n)
                 self._fetched = n + 1
 
+    def release(self) -> None:
+        """Give slots back whose items nobody uses any more."""
+        if self._held and (gone := [held for held in self._held.values() if held.storage.expired()]):
+            with self.lane.entered():
+                for held in gone:
+                    del self._held[held.slot]
+                    self._give_back(held.piece)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether these are bytes of a slot."""
+        return any(tensor.untyped_storage()._cdata == held.storage.cdata for held in self._held.values())  # noqa: SLF001
+
     @property
-    def lost(self) -> "EmaError | None":
+    def in_use(self) -> bool:
+        """Whether somebody still uses bytes of a slot."""
+        return any(not held.storage.expired() for held in self._held.values())
+
+    @property
+    def lost(self) -> "errors.EmaError | None":
         """Why the GPU's stream no longer waits for the agent; None while it does, and where nothing is ordered so."""
         return None if self.guard is None else self.guard.lost
 
@@ -168,7 +216,9 @@ class Rings:
         return self._mask is not None and self._mask.spoilt
 
     def rest(self) -> None:
-        """A step is over, and all was handed over: ready for the next."""
+        """A step is over, and all was handed over: ready for the next. Raises InUse."""
+        for held in list(self._held.values()):
+            self._evict(held)
         self._stored = self._fetched = 0
         self._storing = self._fetching = False
 
@@ -177,6 +227,41 @@ class Rings:
         if self.guard is not None:
             self.guard.close()
         self._out_slots, self._back_slots, self._mask = [], [], None
+
+    def _stay(self, n: int, item: "Item") -> None:
+        slot, there = self._back_slots[n]
+        data = item.data = self._storage(slot, len(there))
+        if self._mask is not None:
+            self._mask.spoil(data)
+        ref = StorageWeakRef(data.untyped_storage())
+        self._held[self._back[n].slot] = Held(n, self._back[n].slot, weakref.ref(item), ref)
+
+    def _storage(self, slot: "Slot", size: int) -> torch.Tensor:
+        """Bytes of a slot as a storage that nobody else has, so that it tells when it is used no more."""
+        if self._device.type != "cuda":
+            return torch.frombuffer(slot.view[:size], dtype=torch.uint8)
+        storage = torch._C._construct_storage_from_data_pointer(slot.address, self._device, size)  # noqa: SLF001
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+
+    def _evict(self, held: "Held") -> None:
+        """Its slot is needed: what may still be used of it goes on in local memory."""
+        item = held.item()
+        if item is not None and item.data is not None:
+            item.data = item.data.clone()
+        if not held.storage.expired():
+            raise errors.InUse("a saved tensor is used for longer than was learnt: spill_activations(in_place=False)")
+        del self._held[held.slot]
+        self._give_back(held.piece)
+
+    def _give_back(self, n: int) -> None:
+        if n + len(self._windows[1]) < len(self._back):
+            self._hand.emptied(self._back_slots[n][0])
+
+    def _copy(self, there: torch.Tensor, target: torch.Tensor, item: "Item") -> None:
+        if self._mask is None:
+            target.copy_(there)
+        else:
+            self._mask.copy(there, target, numbers=item.numbers)
 
     def _await_empty(self, slot: "Slot") -> None:
         with self.lane.waiting():

@@ -3,7 +3,7 @@
 import time
 import weakref
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -11,6 +11,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ema.torch.spill_plan import Learnt
 from ema.torch.spill_saved import Item
 
+if TYPE_CHECKING:
+    from types import FrameType
+
+_ENGINE: Final = torch.autograd.graph._engine_run_backward.__code__  # noqa: SLF001
+"""What runs backward on this thread; on the engine's own threads nothing of Python does."""
 _OUTSIDE: Final = -1
 """What torch calls the backward under way while there is none."""
 
@@ -18,6 +23,15 @@ _OUTSIDE: Final = -1
 def in_backward() -> bool:
     """Whether this thread runs a backward just now (as reentrant checkpoints ask, too)."""
     return torch._C._current_graph_task_id() != _OUTSIDE  # noqa: SLF001 - there is no public name for it
+
+
+def called_by_engine(hook: "FrameType") -> bool:
+    """Whether an unpack hook (its frame) was called by a node of torch's own: those keep nothing when they are done.
+
+    A function of the user's may keep what it saved, or return it as a gradient. It would be between engine and hook.
+    """
+    caller = hook.f_back
+    return caller is None or caller.f_code is _ENGINE
 
 
 class Step:
@@ -29,6 +43,10 @@ class Step:
         self.sizes: list[int] = []
         self.order: list[int] = []
         self._used: set[int] = set()
+        self._storages: list[StorageWeakRef] = []
+        self._pending: dict[int, int] = {}
+        """Items that are used and still in memory, and where in the order their use began."""
+        self._until: dict[int, int] = {}
         self.turned = False
         """Backward has begun."""
         self.failed = False
@@ -47,6 +65,7 @@ class Step:
         kind = tensor.dtype
         item = Item(len(self.items), storage.nbytes(), numbers=kind.is_floating_point or kind.is_complex)
         self._known[key] = StorageWeakRef(storage), item.index
+        self._storages.append(self._known[key][0])
         self.items.append(weakref.ref(item))
         self.sizes.append(item.size)
         return item, True
@@ -54,8 +73,16 @@ class Step:
     def used(self, item: Item) -> None:
         """Backward uses an item."""
         if item.index not in self._used:
+            self._look()
+            self._pending[item.index] = len(self.order)
             self._used.add(item.index)
             self.order.append(item.index)
+
+    def _look(self) -> None:
+        """Which items are no longer in memory at this place of the order."""
+        for index in [i for i in self._pending if self._storages[i].expired()]:
+            del self._pending[index]
+            self._until[index] = len(self.order)
 
     def turn(self, device: torch.device) -> None:
         """Backward begins."""
@@ -66,6 +93,7 @@ class Step:
         """It is over: what is in memory now outlives it."""
         if self.turned and self._lasting is None:
             self._marks.append(_mark(device))
+            self._look()
             self._lasting = frozenset(n for ref, n in self._known.values() if not ref.expired())
 
     @property
@@ -82,7 +110,7 @@ class Step:
         """What it tells, without its times; None if it was no whole step."""
         if self.failed or self._lasting is None or not self.order:
             return None
-        return Learnt(tuple(self.sizes), tuple(self.order), self._lasting)
+        return Learnt(tuple(self.sizes), tuple(self.order), self._lasting, self._until)
 
     def timed(self, learnt: Learnt) -> Learnt:
         """The same with its times. Waits for the GPU: not for the path of a step."""
