@@ -29,6 +29,11 @@ Step = Callable[[int], torch.Tensor]
 """A loss from the number of the step."""
 
 
+def scale(client: ema.Pool) -> int:
+    """How many times as large tensors are: the slots of a real GPU are 2 MiB at least."""
+    return 1 if device_of(client).type == "cpu" else 64
+
+
 def mlp(client: ema.Pool, width: int = 128, depth: int = 8) -> nn.Module:
     torch.manual_seed(1)
     layers = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())]
@@ -36,11 +41,13 @@ def mlp(client: ema.Pool, width: int = 128, depth: int = 8) -> nn.Module:
 
 
 def batch(client: ema.Pool, number: int, rows: int = 64, width: int = 128) -> torch.Tensor:
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(number)).to(device_of(client))
+    return torch.randn(rows * scale(client), width, generator=torch.Generator().manual_seed(number)).to(
+        device_of(client)
+    )
 
 
 def spilling(client: ema.Pool, **more: object) -> Spill:
-    given = {"fraction": 1.0, "min_bytes": 16 * KIB, "slots": 2, **more}
+    given = {"fraction": 1.0, "min_bytes": 16 * KIB * scale(client), "slots": 2, **more}
     return spill_activations(client, **given)  # type: ignore[arg-type]
 
 
@@ -63,7 +70,10 @@ def trained(model: nn.Module, loss: Step, spill: Spill | None, steps: int = 5) -
 def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
     assert len(found) == len(wanted) > 0
     for one, other in zip(found, wanted, strict=True):
-        assert torch.equal(one, other)
+        if one.is_cuda:  # its products are not the same from run to run
+            torch.testing.assert_close(one, other)
+        else:
+            assert torch.equal(one, other)
 
 
 def check(client: ema.Pool, make: Callable[[], tuple[nn.Module, Step]], steps: int = 5, **more: object) -> SpillReport:
@@ -82,7 +92,8 @@ def test_gradients_are_those_of_local_steps(client: ema.Pool) -> None:
     report = check(client, make)
     assert (report.steps, report.learnt, report.differing) == (5, 1, 0)
     # Inputs of the layers and of the activations between them, but for what backward uses first.
-    assert 8 * 32 * KIB <= report.spilled_bytes <= 15 * 32 * KIB
+    item = 32 * KIB * scale(client)
+    assert 8 * item <= report.spilled_bytes <= 15 * item
     assert 0 < report.slot_bytes <= report.spilled_bytes / 4
     assert not report.limited
 
@@ -104,7 +115,7 @@ def test_gradients_of_a_llama(client: ema.Pool) -> None:
         model = transformers.LlamaForCausalLM(config).to(device_of(client))
 
         def loss(number: int) -> torch.Tensor:
-            tokens = torch.randint(128, (4, 32), generator=torch.Generator().manual_seed(number))
+            tokens = torch.randint(128, (4 * scale(client), 32), generator=torch.Generator().manual_seed(number))
             tokens = tokens.to(device_of(client))
             return model(input_ids=tokens, labels=tokens).loss
 
@@ -112,7 +123,7 @@ def test_gradients_of_a_llama(client: ema.Pool) -> None:
 
     report = check(client, make)
     assert (report.learnt, report.differing) == (1, 0)
-    assert report.spilled_bytes > 512 * KIB
+    assert report.spilled_bytes > 512 * KIB * scale(client)
 
 
 def test_gradients_under_autocast(client: ema.Pool) -> None:
@@ -163,7 +174,7 @@ def test_gradients_with_blocks_that_are_recomputed(client: ema.Pool, reentrant: 
 
     report = check(client, make)
     assert (report.learnt, report.differing) == (1, 0)
-    assert report.spilled_bytes >= 5 * 32 * KIB
+    assert report.spilled_bytes >= 5 * 32 * KIB * scale(client)
 
 
 def test_backward_after_the_context(client: ema.Pool) -> None:
@@ -310,7 +321,7 @@ def test_changes_in_place_are_seen(client: ema.Pool) -> None:
 
 def test_what_outlives_the_step_or_is_small_stays(client: ema.Pool) -> None:
     weight = torch.randn(256, 256, device=device_of(client), requires_grad=True)
-    x = torch.randn(256, 256, device=device_of(client))
+    x = torch.randn(256 * scale(client), 256, device=device_of(client))
 
     def loss() -> torch.Tensor:
         hidden = x
@@ -323,8 +334,8 @@ def test_what_outlives_the_step_or_is_small_stays(client: ema.Pool) -> None:
             with spill:
                 loss().backward()
         # Six products and the square save x, five results in the middle, the last one, and the weight six times.
-        assert spill.report.spilled_bytes + spill.report.kept_bytes == 6 * 256 * KIB
-    with closing(spilling(client, min_bytes=257 * KIB)) as spill:
+        assert spill.report.spilled_bytes + spill.report.kept_bytes == 6 * 256 * KIB * scale(client)
+    with closing(spilling(client, min_bytes=257 * KIB * scale(client))) as spill:
         for _ in range(4):
             with spill:
                 loss().backward()
@@ -336,10 +347,11 @@ def test_less_is_spilled_of_a_budget_and_of_a_part(client: ema.Pool) -> None:
         model = mlp(client)
         return model, lambda n: model(batch(client, n)).square().mean()
 
+    unit = KIB * scale(client)
     all_of_it = check(client, make).spilled_bytes
     half = check(client, make, fraction=0.5).spilled_bytes
     assert 0 < half <= all_of_it / 2
-    assert check(client, make, budget=100 * KIB).spilled_bytes == 96 * KIB
+    assert check(client, make, budget=100 * unit).spilled_bytes == 96 * unit
     assert check(client, make, fraction=0.0).spilled_bytes == 0
     by_itself = check(client, make, fraction="auto")
     assert 0 < by_itself.spilled_bytes <= all_of_it
@@ -393,7 +405,7 @@ def test_what_is_spilled_is_not_in_local_memory(client: ema.Pool) -> None:
             with spill:
                 step(number)
         assert there[0] == there[1] == 32
-        assert there[2] == there[3] <= 32 - spill.report.spilled_bytes // (32 * KIB) + 1 <= 6
+        assert there[2] == there[3] <= 32 - spill.report.spilled_bytes // (32 * KIB * scale(client)) + 1 <= 6
 
 
 def test_hooks_on_gradients(client: ema.Pool) -> None:
@@ -658,10 +670,10 @@ def test_any_shapes_and_any_steps(
         return [p.grad for p in model.parameters() if p.grad is not None]
 
     wanted = train(None)
-    with closing(spilling(client, slots=slots, fraction=fraction, min_bytes=2 * KIB)) as spill:
+    with closing(spilling(client, slots=slots, fraction=fraction, min_bytes=2 * KIB * scale(client))) as spill:
         found = train(spill)
-    assert len(found) == len(wanted)
-    assert all(map(torch.equal, found, wanted))
+    if wanted:
+        same(found, wanted)
 
 
 def test_arguments(client: ema.Pool) -> None:

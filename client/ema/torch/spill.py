@@ -195,7 +195,9 @@ class Spill:
                 item.spilled = True
 
     def _turn(self, step: Step) -> None:
-        step.turn(self._device)
+        learnt = self._learnt
+        known = self._following and learnt is not None and len(step.sizes) == len(learnt.sizes)
+        step.turn(self._device, known=known)
         if self._rings is not None and self._lost is None:
             with self._handing_over():
                 self._rings.turn()

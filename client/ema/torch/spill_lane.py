@@ -31,12 +31,12 @@ class Lane:
             return
         here = torch.cuda.current_stream(self._device)
         lane = self._stream = self._stream or here
-        if here == lane:
+        if here == lane and torch.cuda.current_device() == self._device.index:
             yield True
             return
         lane.wait_stream(here)
-        with torch.cuda.stream(lane):
-            yield False
+        with torch.cuda.stream(lane):  # and its device
+            yield here == lane
         here.wait_stream(lane)
 
     @contextmanager

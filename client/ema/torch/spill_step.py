@@ -49,6 +49,7 @@ class Step:
         self._until: dict[int, int] = {}
         self.turned = False
         """Backward has begun."""
+        self._watching = True
         self.failed = False
         """An exception went through it: it teaches nothing."""
         self._marks = [_mark(device)]
@@ -73,8 +74,9 @@ class Step:
     def used(self, item: Item) -> None:
         """Backward uses an item."""
         if item.index not in self._used:
-            self._look()
-            self._pending[item.index] = len(self.order)
+            if self._watching:
+                self._look()
+                self._pending[item.index] = len(self.order)
             self._used.add(item.index)
             self.order.append(item.index)
 
@@ -84,9 +86,9 @@ class Step:
             del self._pending[index]
             self._until[index] = len(self.order)
 
-    def turn(self, device: torch.device) -> None:
-        """Backward begins."""
-        self.turned = True
+    def turn(self, device: torch.device, *, known: bool) -> None:
+        """Backward begins. It is watched, how long items are used, unless the step is one that is known."""
+        self.turned, self._watching = True, not known
         self._marks.append(_mark(device))
 
     def end(self, device: torch.device) -> None:
@@ -123,7 +125,7 @@ def _mark(device: torch.device) -> "torch.cuda.Event | float":
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 
