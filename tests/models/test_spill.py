@@ -487,15 +487,49 @@ def test_an_interrupted_step(client: ema.Pool, monkeypatch: pytest.MonkeyPatch) 
             assert spill.report.spilled_bytes > 0
 
 
-def interrupted(what: Callable[..., object], after: int) -> Callable[..., object]:
-    """The same call, which raises KeyboardInterrupt when it was made so often."""
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_agent_that_is_lost_at_any_wait(torch_node: Node, monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+    with ema.connect(torch_node.socket, gpu=torch_node.gpus[0]) as client:
+        model = mlp(client, depth=24)
+
+        def step() -> list[torch.Tensor]:
+            model.zero_grad()
+            model(batch(client, 1)).square().mean().backward()
+            return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+        wanted = step()
+        with closing(spilling(client, in_place=in_place)) as spill:
+            for _ in range(3):
+                with spill:
+                    step()
+            waits = round(spill.report.spilled_bytes / (32 * KIB))
+            assert bool(spill.report.in_place_bytes) is in_place
+            for name, number in [("wait_empty", n) for n in (1, 2, 9)] + [("wait", n) for n in range(1, waits + 1)]:
+                call = interrupted(getattr(ema.Slot, name), number, ema.AgentLost)
+                with monkeypatch.context() as patch:
+                    patch.setattr(ema.Slot, name, call)
+                    if (name, number) == ("wait_empty", 1):  # nothing has left yet
+                        with spill:
+                            same(step(), wanted)
+                    else:
+                        with pytest.raises(ema.AgentLost), spill:
+                            step()
+                with spill:
+                    same(step(), wanted)
+                assert spill.report.spilled_bytes > 0
+
+
+def interrupted(
+    what: Callable[..., object], after: int, by: type[BaseException] = KeyboardInterrupt
+) -> Callable[..., object]:
+    """The same call, which raises when it was made so often."""
     calls = 0
 
     def call(*args: object) -> object:
         nonlocal calls
         calls += 1
         if calls == after:
-            raise KeyboardInterrupt
+            raise by
         return what(*args)
 
     return call

@@ -3,7 +3,9 @@
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,24 +33,33 @@ SIM = "gpus: [{count: 3, memory: 16Mi}]\nhostMemory: 128Mi\ngranularity: 4Ki\nli
 
 
 class Trained:
-    """A small network and the gradients of its steps; `at` is called with the number of a layer before it runs."""
+    """A small network and the gradients of its steps.
+
+    `at` is called with the number of a layer before it runs, with -1 before backward and -2 in its middle.
+    """
 
     def __init__(self) -> None:
         torch.manual_seed(3)
         self.model = nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(128, 128), nn.GELU())])
 
-    def step(self, spill: Spill, at: object = None) -> list[torch.Tensor]:
+    def step(self, spill: Spill, at: Callable[[int], None] | None = None) -> list[torch.Tensor]:
         self.model.zero_grad()
         with spill:
-            hidden = torch.randn(64, 128, generator=torch.Generator().manual_seed(4))
+            hidden = middle = torch.randn(64, 128, generator=torch.Generator().manual_seed(4))
             for number, layer in enumerate(self.model):
-                if callable(at):
+                if at is not None:
                     at(number)
                 hidden = layer(hidden)
-            if callable(at):
+                middle = hidden if number == len(self.model) // 2 else middle
+            if at is not None:
                 at(-1)
+                middle.register_hook(partial(_then, at))
             hidden.square().mean().backward()
         return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+
+
+def _then(at: Callable[[int], None], _: torch.Tensor) -> None:
+    at(-2)
 
 
 def stored(spill: Spill) -> bool:
@@ -64,15 +75,21 @@ def ema_up(folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("when", [0, 5, 15, -1], ids=["before all", "early", "late", "before backward"])
-def test_an_agent_that_is_killed(tmp_path: Path, when: int) -> None:
+@pytest.mark.parametrize(
+    ("when", "in_place"),
+    [(0, True), (5, True), (15, True), (-1, True), (-2, True), (-1, False), (-2, False)],
+    ids=["before all", "early", "late", "turn", "in backward", "turn, copies", "in backward, copies"],
+)
+def test_an_agent_that_is_killed(tmp_path: Path, when: int, in_place: bool) -> None:
     (tmp_path / "pool.yaml").write_text(POOL)
     (tmp_path / "sim.yaml").write_text(SIM)
     agent = ema_up(tmp_path)
     try:
         with ema.connect(tmp_path / "client.sock", gpu=0, timeout=30.0) as client:
             trained = Trained()
-            with closing(spill_activations(client, fraction=1.0, min_bytes=16 << 10, slots=2)) as spill:
+            with closing(
+                spill_activations(client, fraction=1.0, min_bytes=16 << 10, slots=2, in_place=in_place)
+            ) as spill:
                 wanted = trained.step(spill)
                 for _ in range(2):
                     assert all(map(torch.equal, trained.step(spill), wanted))

@@ -222,7 +222,7 @@ class Spill:
             return False
         item = step.items[index]() if index < len(step.items) else None
         item = item if item is not None and item.spilled else None
-        rings.take(item, stay=item is not None and item is stays)
+        rings.take(item, stay=item is not None and item is stays and item.numbers)
         return True
 
     def _finish(self) -> None:

@@ -168,11 +168,11 @@ class Rings:
         `stay`: whoever uses it is on this stream, so that it may stay in its slot. Raises AgentLost, DataLost, InUse;
         on a GPU, bytes that are not true are spoilt.
         """
-        coming = self.coming
+        coming, local = self.coming, None
         with self.lane.entered() as here:
             stay = stay and here and coming in self._passing
             if item is not None and not stay:
-                item.data = torch.empty(rounded(item.size), dtype=torch.uint8, device=self._device)
+                local = torch.empty(rounded(item.size), dtype=torch.uint8, device=self._device)
             while self.coming == coming is not None:
                 n = self._fetched
                 piece, (slot, there) = self._back[n], self._back_slots[n]
@@ -183,10 +183,12 @@ class Rings:
                 if item is not None and stay:
                     self._stay(n, item)
                 else:
-                    if item is not None and item.data is not None:
-                        self._copy(there, item.data[piece.start : piece.start + len(there)], item)
+                    if item is not None and local is not None:
+                        self._copy(there, local[piece.start : piece.start + len(there)], item)
                     self._give_back(n)
                 self._fetched = n + 1
+        if item is not None and local is not None:
+            item.data = local  # only now: what has not come whole must not be seen
 
     def release(self) -> None:
         """Give slots back whose items nobody uses any more."""
