@@ -408,6 +408,32 @@ def test_what_is_spilled_is_not_in_local_memory(client: ema.Pool) -> None:
         assert there[2] == there[3] <= 32 - spill.report.spilled_bytes // (32 * KIB * scale(client)) + 1 <= 6
 
 
+def test_steps_that_do_not_fit_are_watched_from_host_memory(client: ema.Pool) -> None:
+    rows = [64, 64, 64, 96, 64, 64]
+    there: list[int] = []
+
+    def make() -> tuple[nn.Module, Step]:
+        model = mlp(client, depth=16)
+
+        def loss(number: int) -> torch.Tensor:
+            hidden, seen = batch(client, number, rows=rows[number]), []
+            for layer in model:
+                hidden = layer(hidden)
+                seen.append(StorageWeakRef(hidden.untyped_storage()))
+            there.append(sum(not ref.expired() for ref in seen))
+            return hidden.square().mean()
+
+        return model, loss
+
+    report = check(client, make, steps=len(rows), watch="host")
+    assert (report.learnt, report.differing) == (1, 1)
+    assert report.spilled_bytes > 24 * 32 * KIB * scale(client)
+    assert report.in_place_bytes > 0
+    local, spilled = there[:6], there[6:]
+    assert local in ([31] * 6, [32] * 6)
+    assert max(spilled) <= 5
+
+
 def test_hooks_on_gradients(client: ema.Pool) -> None:
     heard: list[torch.Tensor] = []
 
@@ -620,7 +646,7 @@ def test_a_second_derivative_now_and_then(client: ema.Pool) -> None:
 
 def test_a_slot_that_is_never_let_go(client: ema.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a node of torch's own kept what it was given, in a step that seemed to go as learnt."""
-    monkeypatch.setattr("ema.torch.spill.called_by_engine", lambda _: True)
+    monkeypatch.setattr("ema.torch.spill_context.called_by_engine", lambda _: True)
     model, keep = mlp(client, depth=24), False
 
     class Seen(torch.autograd.Function):
@@ -678,9 +704,10 @@ STEP = st.tuples(
     steps=st.lists(STEP, min_size=1, max_size=8),
     slots=st.integers(1, 3),
     fraction=st.sampled_from([0.4, 1.0]),
+    watch=st.sampled_from(["local", "host"]),
 )
 def test_any_shapes_and_any_steps(
-    client: ema.Pool, widths: list[int], steps: list[tuple[int, str]], slots: int, fraction: float
+    client: ema.Pool, *, widths: list[int], steps: list[tuple[int, str]], slots: int, fraction: float, watch: str
 ) -> None:
     def train(spill: Spill | None) -> list[torch.Tensor]:
         torch.manual_seed(5)
@@ -704,17 +731,29 @@ def test_any_shapes_and_any_steps(
         return [p.grad for p in model.parameters() if p.grad is not None]
 
     wanted = train(None)
-    with closing(spilling(client, slots=slots, fraction=fraction, min_bytes=2 * KIB * scale(client))) as spill:
+    with closing(
+        spilling(client, slots=slots, fraction=fraction, watch=watch, min_bytes=2 * KIB * scale(client))
+    ) as spill:
         found = train(spill)
     if wanted:
         same(found, wanted)
 
 
 def test_arguments(client: ema.Pool) -> None:
-    wrong = ("fraction", 1.5), ("fraction", "all"), ("fraction", True), ("min_bytes", 0), ("slots", 0), ("budget", -1)
+    wrong = (
+        ("fraction", 1.5),
+        ("fraction", "all"),
+        ("fraction", True),
+        ("min_bytes", 0),
+        ("slots", 0),
+        ("budget", -1),
+        ("watch", "gpu"),
+    )
     for name, value in wrong:
         with pytest.raises(ema.BadInput, match=name):
             spilling(client, **{name: value})
+    with pytest.raises(ema.BadInput, match="fraction"):
+        spilling(client, fraction="auto", watch="host")
     with closing(spilling(client)) as spill, spill, pytest.raises(ema.InUse):
         spill.__enter__()
     with pytest.raises(ema.EmaError, match="closed"), spill:

@@ -23,20 +23,25 @@ class Lane:
         self._spare: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._waited = 0.0
 
+    @property
+    def here(self) -> bool:
+        """Whether that is the order of what the caller does itself."""
+        return self._stream is None or self._stream == torch.cuda.current_stream(self._device)
+
     @contextmanager
-    def entered(self) -> Iterator[bool]:
-        """Work for the slots; whether it is in the order of what the caller does itself."""
+    def entered(self) -> Iterator[None]:
+        """Work for the slots."""
         if self._device.type != "cuda":
-            yield True
+            yield
             return
         here = torch.cuda.current_stream(self._device)
         lane = self._stream = self._stream or here
         if here == lane and torch.cuda.current_device() == self._device.index:
-            yield True
+            yield
             return
         lane.wait_stream(here)
         with torch.cuda.stream(lane):  # and its device
-            yield here == lane
+            yield
         here.wait_stream(lane)
 
     @contextmanager

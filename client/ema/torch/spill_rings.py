@@ -169,10 +169,10 @@ class Rings:
         on a GPU, bytes that are not true are spoilt.
         """
         coming, local = self.coming, None
-        with self.lane.entered() as here:
-            stay = stay and here and coming in self._passing
-            if item is not None and not stay:
-                local = torch.empty(rounded(item.size), dtype=torch.uint8, device=self._device)
+        stay = stay and coming in self._passing and self.lane.here
+        if item is not None and not stay:  # memory of the stream that uses it
+            local = torch.empty(rounded(item.size), dtype=torch.uint8, device=self._device)
+        with self.lane.entered():
             while self.coming == coming is not None:
                 n = self._fetched
                 piece, (slot, there) = self._back[n], self._back_slots[n]

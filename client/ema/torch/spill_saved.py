@@ -17,12 +17,15 @@ _CHANGED = (
 class Item:
     """One storage that a step saved, however many views of it were. It lives as long as autograd needs any of them."""
 
-    __slots__ = ("__weakref__", "data", "index", "lost", "numbers", "size", "spilled")
+    __slots__ = ("__weakref__", "aside", "data", "index", "lost", "numbers", "size", "spilled")
 
     def __init__(self, index: int, size: int, *, numbers: bool) -> None:
         self.index, self.size, self.numbers = index, size, numbers
         """Place among the step's items; bytes; whether they are floating-point numbers."""
         self.spilled = False
+        """Its bytes are elsewhere: with a neighbour, or aside."""
+        self.aside: torch.Tensor | None = None
+        """The bytes in ordinary host memory, where a step that is watched keeps them if it is to."""
         self.data: torch.Tensor | None = None
         """The bytes (uint8), once they are back."""
         self.lost: EmaError | None = None

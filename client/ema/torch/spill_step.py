@@ -80,6 +80,11 @@ class Step:
             self._used.add(item.index)
             self.order.append(item.index)
 
+    def back(self, item: Item) -> None:
+        """Its bytes have come back to local memory: how long those are used counts."""
+        if item.data is not None:
+            self._storages[item.index] = StorageWeakRef(item.data.untyped_storage())
+
     def _look(self) -> None:
         """Which items are no longer in memory at this place of the order."""
         for index in [i for i in self._pending if self._storages[i].expired()]:
@@ -104,9 +109,9 @@ class Step:
         return any(ref() is not None for ref in self.items)
 
     def away(self) -> list[Item]:
-        """Items that are spilled, not back, and may still be used."""
+        """Items that are with a neighbour, not back, and may still be used."""
         alive = (ref() for ref in self.items)
-        return [item for item in alive if item is not None and item.spilled and item.data is None]
+        return [i for i in alive if i is not None and i.spilled and i.data is None and i.aside is None]
 
     def learnt(self) -> Learnt | None:
         """What it tells, without its times; None if it was no whole step."""
