@@ -163,3 +163,20 @@ def test_lenders_that_want_their_memory_back(tmp_path: Path) -> None:
             for _ in range(2):
                 assert all(map(torch.equal, trained.step(spill, take), wanted))
             assert spill.report.differing == 0
+
+
+def test_a_slow_link_is_waited_for_or_spared(tmp_path: Path) -> None:
+    config = sim(granularity=4096, nvlink_rate=20_000_000, pcie_rate=20_000_000)
+    with node(tmp_path, config, pool(chunk="64Ki")) as it:
+        client, trained = it.connect(0), Trained()
+        with closing(spill_activations(client, fraction=1.0, min_bytes=16 << 10, slots=2)) as spill:
+            wanted = trained.step(spill)
+            for _ in range(3):
+                assert all(map(torch.equal, trained.step(spill), wanted))
+            everything = spill.report
+        assert everything.exposed_wait > 0.5 * everything.spilled_bytes / 20e6
+        with closing(spill_activations(client, min_bytes=16 << 10, slots=2)) as spill:
+            for _ in range(4):
+                assert all(map(torch.equal, trained.step(spill), wanted))
+            assert spill.report.learnt == 1
+            assert spill.report.spilled_bytes < everything.spilled_bytes / 2
