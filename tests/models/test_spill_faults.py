@@ -1,5 +1,6 @@
 """What becomes of a training step whose agent or lender goes: a typed error before gradients are used, then local."""
 
+import ctypes
 import signal
 import subprocess
 import sys
@@ -16,10 +17,16 @@ from torch import nn
 
 import ema
 from ema.torch import Spill, spill_activations
+from ema.torch.spill_guard import Guard
+from ema.torch.spill_rings import Rings
+from ema_core import wire
+from ema_driver.protocol import Words
+from ema_driver.sim import SimDriver
 from ema_driver.sim.faults import LostGpu
 from nodes import MIB, node, pool, sim, until
 
 torch.set_num_threads(1)
+STREAM = 7
 POOL = """
 apiVersion: ema.dev/v1alpha1
 kind: MemoryPool
@@ -114,6 +121,74 @@ def test_an_agent_that_is_killed(tmp_path: Path, when: int, in_place: bool) -> N
                     assert all(map(torch.equal, trained.step(spill), wanted))
                 assert spill.report.spilled_bytes > 0
                 assert spill.report.learnt == 1
+    finally:
+        agent.terminate()
+        agent.wait(20)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots are handed over as on a real GPU: by a stream that waits for words, and cannot raise."""
+
+    def wait_on(_: SimDriver, stream: int, page: Words, index: int, value: int) -> None:
+        assert stream == STREAM
+        while not page.wait(index, value, 1.0):
+            pass
+
+    def write_on(_: SimDriver, stream: int, page: Words, index: int, value: int) -> None:
+        assert stream == STREAM
+        page.store(index, value)
+
+    def words(guard: Guard) -> list[torch.Tensor]:
+        places = (guard._page, guard._word), (guard._pool._notice, wire.NOTICE_OVER)
+        addresses = [getattr(page, "_base") + 4 * index for page, index in places]  # noqa: B009 - of this driver
+        return [torch.frombuffer(ctypes.c_int32.from_address(a), dtype=torch.int32)[0] for a in addresses]
+
+    monkeypatch.setattr(SimDriver, "wait_on", wait_on, raising=False)
+    monkeypatch.setattr(SimDriver, "write_on", write_on, raising=False)
+    monkeypatch.setattr("ema.torch.handover._stream", lambda: STREAM)
+    monkeypatch.setattr(Guard, "words", words)
+
+
+@pytest.mark.usefixtures("streams")
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("ahead", [True, False], ids=["the host is ahead", "the host sees it"])
+def test_a_stream_whose_agent_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: bool, ahead: bool
+) -> None:
+    (tmp_path / "pool.yaml").write_text(POOL)
+    (tmp_path / "sim.yaml").write_text(SIM)
+    agent = ema_up(tmp_path)
+    try:
+        with ema.connect(tmp_path / "client.sock", gpu=0, timeout=30.0) as client:
+            trained = Trained()
+            with closing(
+                spill_activations(client, fraction=1.0, min_bytes=16 << 10, slots=2, in_place=in_place)
+            ) as spill:
+                wanted = trained.step(spill)
+                for _ in range(4):
+                    assert all(map(torch.equal, trained.step(spill), wanted))
+                assert spill.report.spilled_bytes > 0
+
+                def kill(number: int) -> None:
+                    if number == -2:
+                        agent.send_signal(signal.SIGKILL)
+                        agent.wait(10)
+                        until(lambda: not client.alive)
+
+                if ahead:
+                    with monkeypatch.context() as patch:
+                        patch.setattr(Rings, "lost", None)
+                        found = trained.step(spill, kill)
+                    assert all(map(torch.equal, found[-8:], wanted[-8:])), "what came before"
+                    assert all(bool(g.isnan().any()) for g in found[:2]), "what came after"
+                    with pytest.raises(ema.AgentLost), spill:
+                        raise AssertionError("nothing was run")
+                else:
+                    with pytest.raises(ema.AgentLost):
+                        trained.step(spill, kill)
+                assert all(map(torch.equal, trained.step(spill), wanted))
+                assert spill.report.spilled_bytes == 0
     finally:
         agent.terminate()
         agent.wait(20)

@@ -45,6 +45,8 @@ class Spill:
         """What is away is lost, and why."""
         self._parked: list[tuple[Pool, Rings]] = []
         """Connections with slots that somebody still used when they were left: their memory must stay mapped."""
+        self._told = False
+        """The step under way has raised what it lost."""
         self._untold: errors.EmaError | None = None
         """A GPU has used what is not true, and the user has not been told."""
         self._closed = False
@@ -173,6 +175,7 @@ class Spill:
     def _begin(self) -> None:
         """A new step: the last one is finished, and what it taught is used."""
         self._finish()
+        self._told = False
         if self._rings is not None and (self._rings.lost is not None or not self._rings.fresh):
             self._leave()
         if self._choice is None and self._learnt is not None and self._pool.alive:
@@ -218,6 +221,7 @@ class Spill:
                     pass
         if wanted.data is None:
             lost = wanted.lost or self._lost or errors.EmaError(f"item {wanted.index} of this step did not come back")
+            self._told = True
             raise fresh(lost)
 
     def _take(self, stays: Item | None = None) -> bool:
@@ -305,7 +309,7 @@ class Spill:
                 torch.cuda.synchronize(self._device)
             if (rings := self._rings) is not None:
                 self._waited += rings.lane.waited
-                if rings.lost is not None and rings.spoilt:
+                if rings.lost is not None and rings.spoilt and not self._told:
                     self._untold = fresh(rings.lost)
                 rings.close()
                 if rings.in_use:
