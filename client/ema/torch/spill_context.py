@@ -290,6 +290,8 @@ class Spill:
     def _make(self, learnt: Learnt) -> None:
         """Choose what to spill, and make ready for it. With a given fraction it raises what keeps it from being had."""
         self._choice = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the steps that were watched have left there what the slots need
         with ExitStack() as undo:
             try:
                 connection = undo.enter_context(self._pool.another("activations"))
