@@ -240,6 +240,19 @@ def test_steps_that_differ_stay_local_and_are_learnt_when_they_last(client: ema.
     assert report.differing == 5  # 96, 32, the two 96 that were learnt from, and the last
 
 
+def test_two_shapes_in_turn_are_not_learnt_again_and_again(client: ema.Pool) -> None:
+    rows = [64, 64, 96, 96] * 6
+
+    def make() -> tuple[nn.Module, Step]:
+        model = mlp(client)
+        return model, lambda n: model(batch(client, n, rows=rows[n])).square().mean()
+
+    report = check(client, make, steps=len(rows))
+    assert report.learnt == 2
+    assert report.differing == 2 + 10
+    assert report.spilled_bytes > 0
+
+
 def test_a_step_that_stops_in_the_middle(client: ema.Pool) -> None:
     class Stop(Exception):
         pass

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import torch
 
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from ema.torch.spill_rings import Rings
 
 
+_NEEDED: Final = 2
+"""Steps in a row that go the same way before it is learnt. Twice as many each time that what was learnt served few."""
+_MOST_NEEDED: Final = 64
+_FEW: Final = 4
+
+
 class Spill:
     """Made by `spill_activations`. One thread at a time; not for one that runs inside another."""
 
@@ -35,9 +41,12 @@ class Spill:
         self._choice: Choice | None = None
         """What is spilled of steps that go as learnt, which may be nothing; None while that is not settled."""
         self._learnt: Learnt | None = None
-        """How steps go; None until two in a row went the same way."""
+        """How steps go; None until some in a row went the same way."""
         self._last: Learnt | None = None
         """How the last step went that was not as learnt."""
+        self._repeated = self._served = 0
+        """Steps in a row that went as that one; steps that went as learnt."""
+        self._needed = _NEEDED
         self._step: Step | None = None
         self._following = False
         """The step under way has gone as learnt so far."""
@@ -277,15 +286,23 @@ class Spill:
         seen = step.learnt()
         self._steps += step.turned
         if seen is not None and seen.alike(self._learnt):
+            self._served += 1
             self._last = None
             return
         self._differing += self._learnt is not None and bool(step.sizes)
-        if seen is not None and self._last is not None and seen.alike(self._last):
-            self._leave()
-            self._learnt, self._last = step.timed(seen.joined(self._last)), None
-            self._times_learnt += 1
-        else:
-            self._last = seen
+        if seen is None or self._last is None or not seen.alike(self._last):
+            self._last, self._repeated = seen, 1
+            return
+        self._last, self._repeated = seen.joined(self._last), self._repeated + 1
+        if self._repeated < self._needed:
+            return
+        if self._learnt is not None:
+            soon = self._served < _FEW * self._needed
+            self._needed = min(_MOST_NEEDED, 2 * self._needed) if soon else _NEEDED
+        self._leave()
+        self._learnt, self._last = step.timed(self._last), None
+        self._served = 0
+        self._times_learnt += 1
 
     def _make(self, learnt: Learnt) -> None:
         """Choose what to spill, and make ready for it. With a given fraction it raises what keeps it from being had."""
