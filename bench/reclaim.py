@@ -40,9 +40,7 @@ HEADROOM = 4 << 20
 BASE = 20 << 20
 TOTAL = BASE + LENT + HEADROOM
 PCIE = 55_400_000_000
-ROUNDS = 100
-KILLS = 10
-DIRTY_ROUNDS = 8
+ROUNDS, KILLS, DIRTY_ROUNDS = 100, 10, 8
 OWN_MS = 2.0
 """What the agent may add to the driver's calls."""
 GIBS = COUNT * SCALE * CHUNK / 2**30
@@ -283,8 +281,7 @@ def clean(server: Server, doing: str) -> list[Row]:
 
 def killed(server: Server) -> list[Row]:
     """The borrower dies with copies queued, and at the same moment the lender asks."""
-    lender, alone = Lender(server), Alone(server)
-    answers, own, wakes = [], [], []
+    lender, alone, answers, own, wakes = Lender(server), Alone(server), [], [], []
     for _ in range(KILLS):
         with borrowing(server, "stopped, copies queued") as borrower:
             until(server, lambda s: lent(s, "clean") == LENT)
@@ -292,7 +289,6 @@ def killed(server: Server) -> list[Row]:
             borrower.signal(signal.SIGKILL)
             answer, _, records = lender.round()
             answers.append(answer)
-            # What its end gave back before the decision is no part of it.
             own += [r["own_seconds"] for r in records if r["clean"]]
         lender.idle()
     lender.close()
