@@ -1,0 +1,107 @@
+"""Layers that are cut the same way, and all that they need: a connection, slots, a region, ranges, a program."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ema.torch.feed import Feed, drain
+from ema.torch.handover import handover
+from ema.torch.layout import Layout
+from ema.torch.memory import Range
+from ema.torch.order import Order
+
+if TYPE_CHECKING:
+    from ema.pool import Pool
+    from ema.tickets import Ticket
+    from ema_core.wire import CopyStep
+    from ema_driver.protocol import Handle
+
+
+class Cut:
+    """Made before anything is moved, so that what cannot be had is known by then."""
+
+    feed: Feed
+
+    def __init__(self, pool: "Pool", layout: Layout, streams: Order, timeout: float) -> None:
+        """Raises PoolFull, LimitReached, OutOfMemory, AgentLost; nothing is held then."""
+        self.layout = layout
+        self._streams = streams
+        self._ranges: dict[int, Range] = {}
+        self._stores: list[Ticket] = []
+        self.connection = pool.another("weights")
+        try:
+            self._region = self.connection.region(layout.region, timeout=timeout)
+            self._windows = [self.connection.window(1, layout.slot_bytes) for _ in range(layout.slots)]
+            self._slots = [w[0] for w in self._windows]
+            self._hand = handover(self.connection)
+            steps = [self._step(i) for i in layout.order]
+            pairs = [(i, self._slots[layout.slices[i].slot]) for i in layout.order]
+            self._program = self.connection.program(steps)
+            self.feed = Feed(self._program, self._hand, pairs, streams)
+        except BaseException:
+            self.connection.close()
+            raise
+
+    def push(self, layer: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """Make a layer's range, let `fill` write it, and store what is behind the cut. The range, as bytes.
+
+        Raises OutOfMemory, AgentLost. `flush` before anything is taken.
+        """
+        one = self.layout.slices[layer]
+        slot = self._slots[one.slot]
+        self._hand.await_empty(slot)
+        pieces: list[Handle | int] = [one.local] if one.local else []
+        self.drop(layer)
+        range_ = self._ranges[layer] = Range(self.connection, [*pieces, self._windows[one.slot].handle])
+        fill(range_.bytes)
+        self._stores.append(self.connection.run([self._step(layer)], store=True))
+        self._hand.filled(slot)
+        return range_.bytes
+
+    def flush(self) -> None:
+        """Wait until all that was pushed is in the region. Raises AgentLost, DataLost."""
+        self._streams.settle()
+        if self._stores:
+            drain(self._slots, [self._region.number], stores=True)
+            self._stores.clear()
+
+    def pull(self, layers: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """One layer after the other, with its bytes. They are true until the next one is asked for.
+
+        Raises AgentLost, DataLost. The feed begins anew afterwards.
+        """
+        self.flush()
+        self.feed.stop()
+        for number, layer in enumerate(layers):
+            for ahead in layers[number + bool(number) : number + 2]:
+                self.connection.run([self._step(ahead)], store=False)
+            slot = self._slots[self.layout.slices[layer].slot]
+            self._hand.await_full(slot)
+            yield layer, self._ranges[layer].bytes
+            self._hand.emptied(slot)
+
+    def memory(self, layer: int) -> torch.Tensor:
+        """A layer's range, as bytes."""
+        return self._ranges[layer].bytes
+
+    def drop(self, layer: int) -> None:
+        """The layer is elsewhere by now: give the local memory of its range back."""
+        if (range_ := self._ranges.pop(layer, None)) is not None:
+            self._streams.settle()
+            range_.close()
+
+    def close(self) -> None:
+        """Give everything back. Nothing may use any byte of it any more. Twice is harmless."""
+        for layer in list(self._ranges):
+            self.drop(layer)
+        self.connection.close()
+
+    @property
+    def exposed_wait(self) -> float:
+        """Seconds that the CPU has waited for slots."""
+        return self.connection.exposed_wait
+
+    def _step(self, layer: int) -> "CopyStep":
+        one = self.layout.slices[layer]
+        return self._region.step(self._slots[one.slot], one.at, one.size)

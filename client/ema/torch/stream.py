@@ -1,0 +1,111 @@
+"""Stream a model's weights from lent memory: a fraction of every layer, fetched while the layers before it run."""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from torch import nn
+
+from ema import arguments, errors
+from ema.torch import guards
+from ema.torch.cut import Cut
+from ema.torch.handles import UNDO
+from ema.torch.layers import find
+from ema.torch.memory import device_of
+from ema.torch.model import Model
+
+if TYPE_CHECKING:
+    from ema.pool import Pool
+
+_KEPT: Final = "_ema_streamed"
+"""Under this name a module keeps what is known of it as a streamed one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What streaming a model does just now."""
+
+    resident: float
+    """Fraction of the layers' bytes that is local."""
+    remote_bytes: int
+    window_bytes: int
+    """Bytes of local memory that the slots take."""
+    saved_bytes: int
+    """Bytes of local memory that are free for other things: remote less window."""
+    exposed_wait: float
+    """Seconds that this process has waited for slots, in all. On GPUs it is the stream that waits: not counted."""
+
+
+def stream(
+    model: nn.Module,
+    pool: "Pool",
+    *,
+    resident: float,
+    slots: int = 4,
+    layers: Iterable[nn.Module] | None = None,
+    timeout: float = 2.0,
+) -> nn.Module:
+    """Keep a fraction of each layer's weights local, and fetch the rest from neighbours while the layers before it run.
+
+    The model is changed in place, and returned. `resident`: the fraction that stays (0 to 1); what is not a multiple of
+    `pool.granularity` bytes is rounded up. `slots`: pieces of local memory, each as large as the largest remote part of
+    a layer, that all layers share. `layers`: the modules that run one after the other, where they are not found.
+    `timeout`: seconds to wait for memory.
+
+    Raises BadInput, PoolFull, LimitReached, OutOfMemory, AgentLost, InUse (streamed already); nothing has changed then.
+    """
+    if isinstance(resident, bool | str) or not 0.0 <= resident <= 1.0:
+        raise errors.BadInput("resident", repr(resident), "a fraction from 0 to 1")
+    slots = arguments.whole("slots", slots, 1, 32)
+    timeout = arguments.seconds("timeout", timeout)
+    if any(_KEPT in module.__dict__ for module in model.modules()):
+        raise errors.InUse(f"this model, or a part of it, is streamed already; {UNDO}")
+    streamed = Model(
+        pool,
+        find(model, device_of(pool), None if layers is None else list(layers)),
+        slots=slots,
+        timeout=timeout,
+    )
+    streamed.cut(float(resident))
+    model.__dict__[_KEPT] = streamed
+    if streamed.cuts:
+        guards.guard(model, streamed.modules, streamed.kinds)
+        weakref.finalize(model, _close, streamed.cuts)
+    return model
+
+
+def unstream(model: nn.Module) -> nn.Module:
+    """Bring all weights back to local memory; the model is as it was before, and returned.
+
+    Raises OutOfMemory, AgentLost, DataLost; the model is streamed then as before, as far as it can be.
+    """
+    _streamed(model).restore()
+    guards.unguard(model)
+    del model.__dict__[_KEPT]
+    return model
+
+
+def report(model: nn.Module) -> Report:
+    """What streaming this model does just now."""
+    it = _streamed(model)
+    remote, window = it.remote, it.window
+    return Report(
+        resident=1.0 - remote / max(1, sum(layer.size for layer in it.layers)),
+        remote_bytes=remote,
+        window_bytes=window,
+        saved_bytes=remote - window,
+        exposed_wait=it.exposed_wait,
+    )
+
+
+def _streamed(model: nn.Module) -> Model:
+    it = model.__dict__.get(_KEPT)
+    if not isinstance(it, Model):
+        raise errors.BadInput("model", f"a {type(model).__name__} that is not streamed", "what `stream` was given")
+    return it
+
+
+def _close(cuts: list[Cut]) -> None:
+    for cut in cuts:
+        cut.close()
