@@ -4,46 +4,17 @@ import pytest
 
 pytest.importorskip("torch", reason="no torch: pip install '.[torch]'")
 import torch
-from torch import nn
 
 import ema
 import ema.torch
-from ema.torch.memory import device_of
-from nodes import MIB
-
-torch.set_num_threads(1)
-Bytes = dict[str, torch.Tensor]
-
-
-def stack(client: ema.Pool, depth: int = 9, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Plain layers of four grains each."""
-    torch.manual_seed(1)
-    width = 1024 if client.granularity >= MIB else 64
-    parts = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())]
-    return nn.Sequential(*parts).to(device_of(client), dtype)
-
-
-def batch(client: ema.Pool, model: nn.Module) -> torch.Tensor:
-    width = next(model.parameters()).shape[1]
-    made = torch.randn(4, width, generator=torch.Generator().manual_seed(2))
-    return made.to(device_of(client), next(model.parameters()).dtype)
-
-
-def state(model: nn.Module) -> Bytes:
-    return {k: v.clone() for k, v in model.state_dict().items()}
-
-
-def same(found: Bytes, wanted: Bytes) -> None:
-    assert list(found) == list(wanted)
-    for name, value in wanted.items():
-        assert torch.equal(found[name], value), name
+from models.streaming import batch, same, stack, state
 
 
 @pytest.mark.parametrize("resident", [0.0, 0.3, 0.75, 1.0])
 @torch.no_grad()
 def test_equal_outputs_and_bytes(client: ema.Pool, resident: float) -> None:
     model = stack(client)
-    x, before = batch(client, model), state(model)
+    x, before = batch(client), state(model)
     wanted = model(x)
     assert ema.torch.stream(model, client, resident=resident) is model
     for _ in range(5):

@@ -10,6 +10,7 @@ from ema.torch.handover import handover
 from ema.torch.layout import Layout
 from ema.torch.memory import Range
 from ema.torch.order import Order
+from ema_driver.errors import ContextLost
 
 if TYPE_CHECKING:
     from ema.pool import Pool
@@ -93,9 +94,13 @@ class Cut:
 
     def close(self) -> None:
         """Give everything back. Nothing may use any byte of it any more. Twice is harmless."""
-        for layer in list(self._ranges):
-            self.drop(layer)
-        self.connection.close()
+        try:
+            for layer in list(self._ranges):
+                self.drop(layer)
+        except ContextLost:
+            self._ranges.clear()  # the GPU is gone, and all memory with it
+        finally:
+            self.connection.close()
 
     @property
     def exposed_wait(self) -> float:

@@ -1,6 +1,7 @@
 """What stands for a streamed weight while its layer does not run: a parameter without memory that can be read."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
@@ -58,6 +59,8 @@ class Handle(torch.Tensor):
             for argument, value in _named(func, args, given):
                 if argument.is_write and (found := _first(value)) is not None:
                     found.refuse(f"{func} would write to it")
+        if func is not torch.ops.aten.detach.default and any(r.alias_info is not None for r in func._schema.returns):  # noqa: SLF001
+            return _view(func, args, given)
         with torch.no_grad():
             args, given = pytree.tree_map_only(Handle, lambda h: h.read(), (args, given))
             return func(*args, **given)
@@ -70,10 +73,22 @@ class Handle(torch.Tensor):
         """Raise Streamed."""
         raise Streamed(f"{self._name} is streamed: {why}; {UNDO}")
 
+    def same(self, read: Callable[[], torch.Tensor], like: torch.Tensor) -> "Handle":
+        """A part of this weight that is read by `read` and looks `like` this."""
+        return Handle(
+            self._name,
+            read,
+            like.shape,
+            like.stride(),
+            dtype=like.dtype,
+            device=self.device,
+            requires_grad=False,
+        )
+
     @property
     def data(self) -> torch.Tensor:
-        """A copy."""
-        return self.detach()
+        """The weight, without its gradient."""
+        return self.same(self._read, self)
 
     @data.setter
     def data(self, _value: object) -> None:
@@ -109,6 +124,26 @@ class Handle(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"Handle({self._name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """What an operation gives that would share memory with a handle: handles, so that nobody writes to a copy."""
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    base = next(v for v in flat if isinstance(v, Handle))
+
+    def given(look: Callable[[Handle], torch.Tensor]) -> Any:  # noqa: ANN401
+        args, kwargs = pytree.tree_unflatten([look(v) if isinstance(v, Handle) else v for v in flat], spec)
+        with torch.no_grad():
+            return func(*args, **kwargs)
+
+    def part(at: int | None) -> torch.Tensor:
+        found = given(Handle.read)
+        return found if at is None else found[at]
+
+    looks = given(lambda h: torch.empty_strided(h.shape, h.stride(), dtype=h.dtype, device="meta"))
+    if isinstance(looks, torch.Tensor):
+        return base.same(partial(part, None), looks)
+    return type(looks)(base.same(partial(part, at), look) for at, look in enumerate(looks))
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:  # noqa: ANN401

@@ -32,15 +32,24 @@ class Weight:
     dtype: torch.dtype
     sites: list[tuple[nn.Module, str]] = field(default_factory=list)
 
+    inference: bool = False
+    """Whether the parameter was made in inference mode: then it stays so."""
+
     @property
     def nbytes(self) -> int:
         """Bytes."""
-        return self.parameter_bytes(self.shape, self.dtype)
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
-    @staticmethod
-    def parameter_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Bytes of a dense tensor."""
-        return int(torch.Size(shape).numel()) * dtype.itemsize
+    def leave(self) -> None:
+        """Give the parameter's own memory up."""
+        with torch.inference_mode(self.inference):
+            self.parameter.data = torch.empty(0, dtype=self.dtype, device=self.parameter.device)
+
+    def come_back(self, memory: torch.Tensor) -> None:
+        """Give the parameter memory of its own, with the bytes that a layer's range holds."""
+        with torch.inference_mode(self.inference):
+            data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.parameter.device)
+            self.parameter.data = data.copy_(self.within(memory))
 
     def within(self, memory: torch.Tensor) -> torch.Tensor:
         """This weight in a layer's range (uint8)."""
@@ -87,7 +96,7 @@ def _guess(model: nn.Module) -> list[nn.Module]:
     most = max((n for n, _ in lists), default=0)
     if most > _WORTH * total:
         return _unique(part for n, m in lists if n > _WORTH * most for part in _parts(m))
-    while len(heavy := [c for c in model.children() if _bytes(c)]) == 1 and not _own(model):
+    while len(heavy := [c for c in model.children() if _bytes(c)]) == 1 and any(map(_bytes, heavy[0].children())):
         model = heavy[0]
     return _unique(part for child in model.children() for part in _parts(child))
 
@@ -112,10 +121,6 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 def _unique(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return list({id(m): m for m in modules}.values())
-
-
-def _own(module: nn.Module) -> bool:
-    return any(p is not None for p in module._parameters.values())  # noqa: SLF001 - torch has no other way to ask
 
 
 def _bytes(module: nn.Module) -> int:
@@ -181,6 +186,7 @@ def _weights(layer: nn.Module, device: torch.device, shared: set[int]) -> list[W
             if weight is None:
                 at = -(-at // ALIGN) * ALIGN
                 weight = Weight(parameter, at, tuple(parameter.shape), parameter.stride(), parameter.dtype)
+                weight.inference = parameter.is_inference()
                 found[id(parameter)] = weight
                 at += weight.nbytes
             weight.sites.append((module, name))

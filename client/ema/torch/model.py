@@ -85,7 +85,7 @@ class Model:
         running.put(layer.module)
         if source is None:
             for weight in layer.weights:
-                weight.parameter.data = torch.empty(0, dtype=weight.dtype, device=self._device)
+                weight.leave()
             self._streams.trim()
 
     def restore(self) -> None:
@@ -99,18 +99,14 @@ class Model:
                 away = [r.number for r in self._running if r.place is not None and r.place.cut is cut]
                 if away:
                     for i, memory in cut.pull(away):
-                        self._bring(i, memory)
+                        for weight in self.layers[i].weights:
+                            weight.come_back(memory)
                         self._home(i)
                         cut.drop(i)
                 cut.close()
             self._cuts.clear()
             for i in range(len(self.layers)):
                 self._home(i)
-
-    def _bring(self, number: int, memory: torch.Tensor) -> None:
-        for weight in self.layers[number].weights:
-            data = torch.empty_strided(weight.shape, weight.stride, dtype=weight.dtype, device=self._device)
-            weight.parameter.data = data.copy_(weight.within(memory))
 
     def _home(self, number: int) -> None:
         """The parameters hold the bytes again: use them."""

@@ -55,8 +55,7 @@ def stream(
 
     Raises BadInput, PoolFull, LimitReached, OutOfMemory, AgentLost, InUse (streamed already); nothing has changed then.
     """
-    if isinstance(resident, bool | str) or not 0.0 <= resident <= 1.0:
-        raise errors.BadInput("resident", repr(resident), "a fraction from 0 to 1")
+    resident = _fraction(resident)
     slots = arguments.whole("slots", slots, 1, 32)
     timeout = arguments.seconds("timeout", timeout)
     if any(_KEPT in module.__dict__ for module in model.modules()):
@@ -67,7 +66,7 @@ def stream(
         slots=slots,
         timeout=timeout,
     )
-    streamed.cut(float(resident))
+    streamed.cut(resident)
     model.__dict__[_KEPT] = streamed
     if streamed.cuts:
         guards.guard(model, streamed.modules, streamed.kinds)
@@ -97,6 +96,12 @@ def report(model: nn.Module) -> Report:
         saved_bytes=remote - window,
         exposed_wait=it.exposed_wait,
     )
+
+
+def _fraction(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+        raise errors.BadInput("resident", repr(value), "a fraction from 0 to 1")
+    return float(value)
 
 
 def _streamed(model: nn.Module) -> Model:
