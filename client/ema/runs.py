@@ -56,16 +56,17 @@ class Runs:
                 seq += 1
             ticket = Ticket(self, wire.run_word(-1, seq), seq, steps)
             message = wire.Run(seq, store, list(steps))
-            self._admit(ticket)
             try:
+                self._admit(ticket)
                 for step in steps:
                     self.into[step.slot] = ticket
                 self._channel.send(message)
                 self._seq = seq
             except KeyboardInterrupt:
-                # It was let in, so it has to be sent, be it twice: the agent ignores what it has seen.
-                self._channel.send(message)
-                self._seq = seq
+                if ticket in self._outstanding:
+                    # It was let in, so it has to be sent, be it twice: the agent ignores what it has seen.
+                    self._channel.send(message)
+                    self._seq = seq
                 raise
         return ticket
 
@@ -76,13 +77,14 @@ class Runs:
             seq = self._program_seqs.get(number, 0) + 1
             ticket = Ticket(self, wire.run_word(number, seq), seq, program)
             message = wire.Start(number, seq)
-            self._admit(ticket)
             try:
+                self._admit(ticket)
                 self._channel.send(message)
                 self._program_seqs[number] = seq
             except KeyboardInterrupt:
-                self._channel.send(message)
-                self._program_seqs[number] = seq
+                if ticket in self._outstanding:
+                    self._channel.send(message)
+                    self._program_seqs[number] = seq
                 raise
         return ticket
 

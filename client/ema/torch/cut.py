@@ -5,31 +5,38 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ema import errors
 from ema.torch.feed import Feed, drain
 from ema.torch.handover import handover
 from ema.torch.layout import Layout
-from ema.torch.memory import Range
+from ema.torch.memory import Range, device_of, word_at
 from ema.torch.order import Order
+from ema.torch.poison import Poison
+from ema.torch.watch import Watch
+from ema_core import wire
 from ema_driver.errors import ContextLost
 
 if TYPE_CHECKING:
     from ema.pool import Pool
-    from ema.tickets import Ticket
     from ema_core.wire import CopyStep
-    from ema_driver.protocol import Handle
+    from ema_driver.protocol import Handle, Words
 
 
 class Cut:
     """Made before anything is moved, so that what cannot be had is known by then."""
 
     feed: Feed
+    _spoilt: "Words"
 
     def __init__(self, pool: "Pool", layout: Layout, streams: Order, timeout: float) -> None:
         """Raises PoolFull, LimitReached, OutOfMemory, AgentLost; nothing is held then."""
         self.layout = layout
         self._streams = streams
         self._ranges: dict[int, Range] = {}
-        self._stores: list[Ticket] = []
+        self._storing = False
+        self._watch: Watch | None = None
+        self.poison: Poison | None = None
+        """Where a stream waits, and cannot raise."""
         self.connection = pool.another("weights")
         try:
             self._region = self.connection.region(layout.region, timeout=timeout)
@@ -39,10 +46,29 @@ class Cut:
             steps = [self._step(i) for i in layout.order]
             pairs = [(i, self._slots[layout.slices[i].slot]) for i in layout.order]
             self._program = self.connection.program(steps)
-            self.feed = Feed(self._program, self._hand, pairs, streams)
+            self.feed = Feed(self._program, self._hand, pairs, streams, self.check)
+            if device_of(pool).type == "cuda":
+                self._guard()
         except BaseException:
-            self.connection.close()
+            self.close()
             raise
+
+    def _guard(self) -> None:
+        """On a GPU: let what waits for a lost agent pass, but spoil what it computes."""
+        connection = self.connection
+        self._spoilt = connection.driver.words(1)
+        over = word_at(connection, connection.notice, wire.NOTICE_OVER)
+        self.poison = Poison(over, word_at(connection, self._spoilt, 0))
+        self._watch = Watch(self.check, self._slots, self._spoilt, self._streams.idle)
+
+    def check(self) -> None:
+        """Raise AgentLost or DataLost if anything that was lent is gone."""
+        connection = self.connection
+        if connection.session != 1:
+            raise errors.AgentLost("the weights went with the agent that had lent them: load the model again")
+        connection.check_alive()
+        connection.runs.believe()
+        connection.check_lost((self._region.number,))
 
     def push(self, layer: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """Make a layer's range, let `fill` write it, and store what is behind the cut. The range, as bytes.
@@ -56,22 +82,24 @@ class Cut:
         self.drop(layer)
         range_ = self._ranges[layer] = Range(self.connection, [*pieces, self._windows[one.slot].handle])
         fill(range_.bytes)
-        self._stores.append(self.connection.run([self._step(layer)], store=True))
+        self._storing = True
+        self.connection.run([self._step(layer)], store=True)
         self._hand.filled(slot)
         return range_.bytes
 
     def flush(self) -> None:
         """Wait until all that was pushed is in the region. Raises AgentLost, DataLost."""
         self._streams.settle()
-        if self._stores:
-            drain(self._slots, [self._region.number], stores=True)
-            self._stores.clear()
+        if self._storing:
+            drain(self._slots, self.check, stores=True)
+            self._storing = False
 
     def pull(self, layers: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """One layer after the other, with its bytes. They are true until the next one is asked for.
 
         Raises AgentLost, DataLost. The feed begins anew afterwards.
         """
+        self.check()
         self.flush()
         self.feed.stop()
         for number, layer in enumerate(layers):
@@ -100,6 +128,10 @@ class Cut:
         except ContextLost:
             self._ranges.clear()  # the GPU is gone, and all memory with it
         finally:
+            if self._watch is not None:
+                self._watch.close()
+                self._streams.settle()
+                self._spoilt.close()
             self.connection.close()
 
     @property

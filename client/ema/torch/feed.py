@@ -6,7 +6,7 @@ the slots, which say only *full* and *empty*, always mean what they should.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from ema.torch.order import Order
@@ -24,9 +24,15 @@ class Feed:
     """Hands out layers. One thread at a time."""
 
     def __init__(
-        self, program: "Program", hand: "Handover", steps: "Sequence[tuple[int, Slot]]", streams: Order
+        self,
+        program: "Program",
+        hand: "Handover",
+        steps: "Sequence[tuple[int, Slot]]",
+        streams: Order,
+        check: Callable[[], None],
     ) -> None:
-        """`steps`: layer and slot of each step of the program."""
+        """`steps`: layer and slot of each step of the program; `check` raises what keeps it from going on."""
+        self._check = check
         self._program, self._hand, self._streams = program, hand, streams
         self._order, self._slots = tuple(layer for layer, _ in steps), tuple(slot for _, slot in steps)
         self._ahead = len(self._order) // 2
@@ -46,6 +52,7 @@ class Feed:
 
         Raises AgentLost, DataLost.
         """
+        self._check()
         if not self._certain:
             self.begin()
         self._streams.follow()
@@ -79,6 +86,7 @@ class Feed:
 
         Raises AgentLost, DataLost.
         """
+        self._check()
         self.stop()
         self._first, self._taken = self._program.started + 1, 0
         self._program.start()
@@ -88,17 +96,17 @@ class Feed:
         """Let what is under way end. The next `take` begins anew. Raises AgentLost, DataLost."""
         self._certain = self._held = False
         self._streams.settle()
-        drain(self._slots, [s.region for s in self._program.steps], stores=False)
+        drain(self._slots, self._check, stores=False)
 
 
-def drain(slots: "Sequence[Slot]", regions: Sequence[int], *, stores: bool) -> None:
-    """Hand slots over until all runs of this connection have ended; then all are empty. No stream may wait for any.
+def drain(slots: "Sequence[Slot]", check: Callable[[], None], *, stores: bool) -> None:
+    """Hand slots over until all runs of their connection have ended; then all are empty. No stream may wait for any.
 
     Bytes in the slots stay as they are where only stores are under way. Raises AgentLost, DataLost.
     """
     slots, pool = list(dict.fromkeys(slots)), slots[0].pool
     while pool.runs.busy:
-        pool.check_lost(regions)
+        check()
         for slot in slots:
             if slot.full != stores:
                 if stores:

@@ -26,9 +26,10 @@ def guard(
 def unguard(model: nn.Module) -> None:
     """Undo `guard`."""
     for module in model.modules():
-        if isinstance(found := module.__dict__.get("_apply"), partial) and found.func is _apply:
-            for name in _GUARDED:
-                module.__dict__.pop(name, None)
+        for name in _GUARDED:
+            found = module.__dict__.get(name)
+            if found is _refuse_copy or (isinstance(found, partial) and found.func is _apply):
+                del module.__dict__[name]
 
 
 def _refuse_copy(_given: object = None) -> NoReturn:

@@ -44,7 +44,7 @@ class Model:
     def cut(self, resident: float) -> None:
         """Cut all layers so that this fraction of each is local.
 
-        Raises PoolFull, LimitReached, OutOfMemory, AgentLost; then nothing has changed.
+        Raises PoolFull, LimitReached, OutOfMemory, AgentLost; `restore` undoes what was done by then.
         """
         sizes = [layer.size for layer in self.layers]
         order = range(len(sizes))
@@ -54,14 +54,10 @@ class Model:
         with self.lock, torch.inference_mode(mode=False), torch.no_grad():
             cut = Cut(self._pool, layout, self._streams, self._timeout)
             self._cuts.append(cut)
-            try:
-                for i in layout.order:
-                    self._move(i, cut, None)
-                cut.flush()
-                cut.feed.begin()
-            except BaseException:
-                self.restore()
-                raise
+            for i in layout.slices:
+                self._move(i, cut, None)
+            cut.flush()
+            cut.feed.begin()
 
     def _move(self, number: int, cut: Cut, source: torch.Tensor | None) -> None:
         """A layer's bytes, from `source` or its parameters, to a cut."""

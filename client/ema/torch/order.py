@@ -16,6 +16,10 @@ class Order(Protocol):
         """Wait until all that was queued has run."""
         ...
 
+    def idle(self) -> bool:
+        """Whether all that was queued on the stream that was current last has run. Does not wait."""
+        ...
+
     def trim(self) -> None:
         """Give memory back to the device that torch keeps for later."""
         ...
@@ -39,6 +43,9 @@ class _AtOnce:
     def settle(self) -> None:
         pass
 
+    def idle(self) -> bool:
+        return True
+
     def trim(self) -> None:
         pass
 
@@ -60,6 +67,9 @@ class _Streams:
 
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)
+
+    def idle(self) -> bool:
+        return self._last is None or bool(self._last.query())
 
     def trim(self) -> None:
         torch.cuda.empty_cache()

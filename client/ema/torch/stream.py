@@ -66,11 +66,15 @@ def stream(
         slots=slots,
         timeout=timeout,
     )
-    streamed.cut(resident)
     model.__dict__[_KEPT] = streamed
-    if streamed.cuts:
-        guards.guard(model, streamed.modules, streamed.kinds)
+    try:
         weakref.finalize(model, _close, streamed.cuts)
+        streamed.cut(resident)
+        if streamed.cuts:
+            guards.guard(model, streamed.modules, streamed.kinds)
+    except BaseException:
+        unstream(model)
+        raise
     return model
 
 
