@@ -1,6 +1,7 @@
 """Layers that are cut the same way, and all that they need: a connection, slots, a region, ranges, a program."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,7 +47,7 @@ class Cut:
             steps = [self._step(i) for i in layout.order]
             pairs = [(i, self._slots[layout.slices[i].slot]) for i in layout.order]
             self._program = self.connection.program(steps)
-            self.feed = Feed(self._program, self._hand, pairs, streams, self.check)
+            self.feed = Feed(self._program, self._hand, pairs, streams, self)
             if device_of(pool).type == "cuda":
                 self._guard()
         except BaseException:
@@ -90,9 +91,12 @@ class Cut:
     def flush(self) -> None:
         """Wait until all that was pushed is in the region. Raises AgentLost, DataLost."""
         self._streams.settle()
-        if self._storing:
-            drain(self._slots, self.check, stores=True)
-            self._storing = False
+        self.drain()
+
+    def drain(self) -> None:
+        """Let all that is under way end. Raises AgentLost, DataLost."""
+        drain(self._slots, self.check, stores=self._storing)
+        self._storing = False
 
     def pull(self, layers: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """One layer after the other, with its bytes. They are true until the next one is asked for.
@@ -100,7 +104,6 @@ class Cut:
         Raises AgentLost, DataLost. The feed begins anew afterwards.
         """
         self.check()
-        self.flush()
         self.feed.stop()
         for number, layer in enumerate(layers):
             for ahead in layers[number + bool(number) : number + 2]:
@@ -109,6 +112,16 @@ class Cut:
             self._hand.await_full(slot)
             yield layer, self._ranges[layer].bytes
             self._hand.emptied(slot)
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Fetch in this order from now on; the slots stay as they are. Raises AgentLost, DataLost."""
+        self.feed.stop()
+        layout = replace(self.layout, order=tuple(order))
+        program = self.connection.program([self._step(i) for i in order])
+        pairs = [(i, self._slots[layout.slices[i].slot]) for i in order]
+        self.feed = Feed(program, self._hand, pairs, self._streams, self)
+        before, self._program, self.layout = self._program, program, layout
+        before.close()
 
     def memory(self, layer: int) -> torch.Tensor:
         """A layer's range, as bytes."""

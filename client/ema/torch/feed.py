@@ -7,7 +7,7 @@ the slots, which say only *full* and *empty*, always mean what they should.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from ema.torch.order import Order
 
@@ -20,6 +20,18 @@ PAUSE: Final = 0.0005
 """Seconds between two looks while runs are drained."""
 
 
+class Rest(Protocol):
+    """What else is under way on the program's connection."""
+
+    def check(self) -> None:
+        """Raise AgentLost or DataLost if anything that was lent is gone."""
+        ...
+
+    def drain(self) -> None:
+        """Let all of it end; then all slots are empty."""
+        ...
+
+
 class Feed:
     """Hands out layers. One thread at a time."""
 
@@ -29,10 +41,10 @@ class Feed:
         hand: "Handover",
         steps: "Sequence[tuple[int, Slot]]",
         streams: Order,
-        check: Callable[[], None],
+        rest: "Rest",
     ) -> None:
-        """`steps`: layer and slot of each step of the program; `check` raises what keeps it from going on."""
-        self._check = check
+        """`steps`: layer and slot of each step of the program."""
+        self._check, self._drain = rest.check, rest.drain
         self._program, self._hand, self._streams = program, hand, streams
         self._order, self._slots = tuple(layer for layer, _ in steps), tuple(slot for _, slot in steps)
         self._ahead = len(self._order) // 2
@@ -96,7 +108,7 @@ class Feed:
         """Let what is under way end. The next `take` begins anew. Raises AgentLost, DataLost."""
         self._certain = self._held = False
         self._streams.settle()
-        drain(self._slots, self._check, stores=False)
+        self._drain()
 
 
 def drain(slots: "Sequence[Slot]", check: Callable[[], None], *, stores: bool) -> None:

@@ -1,6 +1,5 @@
 """What stands in place of a module's `forward` while the model is streamed."""
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +19,15 @@ class Around:
     """A module's `forward` with something around it. Calling the module, or its `forward`, calls this."""
 
     def __init__(self, module: nn.Module) -> None:
-        functools.update_wrapper(self, module.forward)
-        self._own = module.__dict__.get("forward")
+        self._own: Callable[..., Any] | None = None
         self._forward: Callable[..., Any] = module.forward
 
     def put(self, module: nn.Module) -> None:
-        """From now on it is called."""
-        module.__dict__["forward"] = self
+        """From now on it is called. Twice is harmless."""
+        if (own := module.__dict__.get("forward")) is not self:
+            self._own, self._forward = own, module.forward
+            self.__wrapped__ = self._forward  # what `inspect.signature` looks at
+            module.__dict__["forward"] = self
 
     def __call__(self, *given: Any, **named: Any) -> Any:  # noqa: ANN401, D102 - as the module's own
         return self._forward(*given, **named)
@@ -67,11 +68,16 @@ class Running(Around):
         with model.lock:
             try:
                 self._enter()
-                return self._forward(*given, **named)
+                output = self._forward(*given, **named)
             finally:
                 self.leave()
+            if not model.in_step and self.place is not None and self.place.cut.poison is not None:
+                self.place.cut.poison(output)
+        return output
 
     def _enter(self) -> None:
+        if self._model.seen is not None:
+            self._model.seen.append(self.number)
         model, place = self._model, self.place
         if place is None:
             return
@@ -96,3 +102,24 @@ class Running(Around):
                 weights[name] = handle
         place.cut.feed.done()
         model.inside = None
+
+
+class Whole(Around):
+    """The whole model's forward: one step."""
+
+    def __init__(self, module: nn.Module, model: "Model") -> None:
+        super().__init__(module)
+        self._model = model
+
+    def __call__(self, *given: Any, **named: Any) -> Any:  # noqa: ANN401, D102
+        model = self._model
+        if model.in_step:
+            return self._forward(*given, **named)
+        model.before_step()
+        try:
+            model.in_step = True
+            output = self._forward(*given, **named)
+        finally:
+            model.in_step = False
+        model.after_step(output)
+        return output

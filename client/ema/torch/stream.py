@@ -14,6 +14,7 @@ from ema.torch.handles import UNDO
 from ema.torch.layers import find
 from ema.torch.memory import device_of
 from ema.torch.model import Model
+from ema.torch.running import Whole
 
 if TYPE_CHECKING:
     from ema.pool import Pool
@@ -33,15 +34,20 @@ class Report:
     """Bytes of local memory that the slots take."""
     saved_bytes: int
     """Bytes of local memory that are free for other things: remote less window."""
+    steps: int
+    step_seconds: float
+    """Median of the last steps."""
     exposed_wait: float
     """Seconds that this process has waited for slots, in all. On GPUs it is the stream that waits: not counted."""
+    limited: str
+    """Why less is remote than "auto" would have; empty if nothing stands against it."""
 
 
 def stream(
     model: nn.Module,
     pool: "Pool",
     *,
-    resident: float,
+    resident: float | str = "auto",
     slots: int = 4,
     layers: Iterable[nn.Module] | None = None,
     timeout: float = 2.0,
@@ -55,7 +61,7 @@ def stream(
 
     Raises BadInput, PoolFull, LimitReached, OutOfMemory, AgentLost, InUse (streamed already); nothing has changed then.
     """
-    resident = _fraction(resident)
+    wanted = None if resident == "auto" else _fraction(resident)
     slots = arguments.whole("slots", slots, 1, 32)
     timeout = arguments.seconds("timeout", timeout)
     if any(_KEPT in module.__dict__ for module in model.modules()):
@@ -63,15 +69,20 @@ def stream(
     streamed = Model(
         pool,
         find(model, device_of(pool), None if layers is None else list(layers)),
+        resident=wanted,
         slots=slots,
         timeout=timeout,
     )
+    if wanted == 1.0:
+        model.__dict__[_KEPT] = streamed
+        return model
+    whole = Whole(model, streamed)
     model.__dict__[_KEPT] = streamed
     try:
         weakref.finalize(model, _close, streamed.cuts)
-        streamed.cut(resident)
-        if streamed.cuts:
-            guards.guard(model, streamed.modules, streamed.kinds)
+        streamed.begin()
+        guards.guard(model, streamed.modules, streamed.kinds)
+        whole.put(model)
     except BaseException:
         unstream(model)
         raise
@@ -83,8 +94,10 @@ def unstream(model: nn.Module) -> nn.Module:
 
     Raises OutOfMemory, AgentLost, DataLost; the model is streamed then as before, as far as it can be.
     """
-    _streamed(model).restore()
+    _streamed(model).end()
     guards.unguard(model)
+    if isinstance(whole := model.__dict__.get("forward"), Whole):
+        whole.undo(model)
     del model.__dict__[_KEPT]
     return model
 
@@ -98,13 +111,16 @@ def report(model: nn.Module) -> Report:
         remote_bytes=remote,
         window_bytes=window,
         saved_bytes=remote - window,
+        steps=it.steps,
+        step_seconds=it.step_seconds,
         exposed_wait=it.exposed_wait,
+        limited=it.limited,
     )
 
 
 def _fraction(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
-        raise errors.BadInput("resident", repr(value), "a fraction from 0 to 1")
+        raise errors.BadInput("resident", repr(value), '"auto", or a fraction from 0 to 1')
     return float(value)
 
 
