@@ -20,7 +20,7 @@ from ema.staging import Staging
 from ema.window import Window
 from ema_core import places, wire
 from ema_core.wire import CopyStep
-from ema_driver.errors import DriverError, InvalidUse, OutOfMemory
+from ema_driver.errors import DriverError, OutOfMemory
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _NAMES: Final = "1 to 63 letters, digits, '.', '_' or '-'"
@@ -188,7 +188,7 @@ class Pool(Link):
         if self._share is not None:
             self._share.shrink(0)
         for window in list(self._windows.values()):
-            with suppress(InvalidUse):  # freed in part by a close that was interrupted; the rest goes with the session
+            with suppress(DriverError):  # freed in part by a close that was interrupted, or gone with its GPU
                 window.free()
         self._windows.clear()
         for page in (self.shared, self._notice, *self._retired):

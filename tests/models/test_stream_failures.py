@@ -71,6 +71,38 @@ def test_too_little_memory_in_the_middle(client: ema.Pool, monkeypatch: pytest.M
     assert torch.equal(model(x), wanted)
 
 
+@torch.no_grad()
+def test_too_little_memory_for_another_cut(client: ema.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if client.granularity > 4096:
+        pytest.skip("its layers have no local part on this GPU")
+    model = stack(client)
+    x, before = batch(client), state(model)
+    wanted, push = model(x), Cut.push
+    ema.torch.stream(model, client, resident=0.3)
+    streamed, remote = model.__dict__["_ema_streamed"], ema.torch.report(model).remote_bytes
+    first = streamed.cuts[0]
+    for fails in (0, 10):
+
+        def pushes(cut: Cut, layer: int, fill: Callable[[torch.Tensor], None], fails: int = fails) -> torch.Tensor:
+            if cut is not first and layer == fails:
+                raise ema.OutOfMemory("no more")
+            return push(cut, layer, fill)
+
+        monkeypatch.setattr(Cut, "push", pushes)
+        with pytest.raises(ema.OutOfMemory):
+            streamed.cut(0.7)
+        assert streamed.cuts == [first]
+        assert ema.torch.report(model).remote_bytes == remote
+        assert torch.equal(model(x), wanted)
+        same(model.state_dict(), before)
+        monkeypatch.setattr(Cut, "push", push)
+    streamed.cut(0.7)
+    assert 0 < ema.torch.report(model).remote_bytes < remote
+    assert torch.equal(model(x), wanted)
+    ema.torch.unstream(model)
+    same(model.state_dict(), before)
+
+
 @contextmanager
 def interrupt(after: int) -> Iterator[list[int]]:
     """Raise KeyboardInterrupt after so many lines of the client library have run on this thread."""
@@ -105,7 +137,7 @@ def lines_of(action: Callable[[], object]) -> int:
     return lines[0]
 
 
-@pytest.mark.parametrize("what", ["stream", "forward", "unstream"])
+@pytest.mark.parametrize("what", ["stream", "forward", "unstream", "cut"])
 @torch.no_grad()
 def test_interrupted_anywhere(client: ema.Pool, what: str) -> None:
     if client.granularity > 4096:
@@ -127,6 +159,7 @@ def test_interrupted_anywhere(client: ema.Pool, what: str) -> None:
         "stream": lambda: ema.torch.stream(model, client, resident=0.3),
         "forward": lambda: model(x),
         "unstream": lambda: ema.torch.unstream(model),
+        "cut": lambda: model.__dict__["_ema_streamed"].cut(dice.choice((0.0, 0.6))),
     }
     prepare()
     most = lines_of(actions[what])

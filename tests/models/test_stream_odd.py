@@ -84,6 +84,20 @@ def test_any_path(odd: tuple[Odd, Odd, torch.Tensor], path: list[int]) -> None:
     run(odd, path)
 
 
+def test_the_first_step_teaches_the_order(odd: tuple[Odd, Odd, torch.Tensor]) -> None:
+    _, model, _ = odd
+    cut = model.__dict__["_ema_streamed"].cuts[0]
+    for path in ([8, 7, 6, 5, 4, 3, 2, 1, 0], [*range(9)]):
+        run(odd, path)
+        run(odd, path)
+        assert cut.layout.order == (8, 7, 6, 5, 4, 3, 2, 1, 0)
+    run(odd, [*range(8, -1, -1)])
+    before = cut.runs
+    for _ in range(5):
+        run(odd, [*range(8, -1, -1)])
+    assert cut.runs - before == 5  # no fetch is for nothing
+
+
 def test_random_paths_and_reads(odd: tuple[Odd, Odd, torch.Tensor]) -> None:
     dice = random.Random(5)
     local, model, _ = odd

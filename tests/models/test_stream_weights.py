@@ -242,10 +242,11 @@ def test_compiled_around_or_inside(streamed: nn.Sequential, client: ema.Pool) ->
     ema.torch.unstream(streamed)
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
 @torch.no_grad()
-def test_made_and_used_in_inference_mode(client: ema.Pool) -> None:
+def test_made_and_used_in_inference_mode(client: ema.Pool, requires_grad: bool) -> None:
     with torch.inference_mode():
-        model = stack(client)
+        model = stack(client).requires_grad_(requires_grad)
         x, before = batch(client), state(model)
         wanted = model(x)
         ema.torch.stream(model, client, resident=0.0)

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import torch
@@ -37,9 +38,14 @@ def clock(device: torch.device) -> Clock:
     return _Events() if device.type == "cuda" else _OfCpu()
 
 
-def typical(times: deque[float]) -> float:
+def typical(times: Sequence[float]) -> float:
     """Seconds of a step as most are; 0 where none are known."""
     return statistics.median(times) if times else 0.0
+
+
+def undisturbed(times: Sequence[float]) -> float:
+    """Seconds of a step that nothing held up: the lower quartile, since what disturbs only adds."""
+    return sorted(times)[len(times) // 4]
 
 
 class _OfCpu:

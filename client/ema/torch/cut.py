@@ -148,6 +148,11 @@ class Cut:
             self.connection.close()
 
     @property
+    def runs(self) -> int:
+        """How often all layers have been fetched, or begun to be."""
+        return self._program.started
+
+    @property
     def exposed_wait(self) -> float:
         """Seconds that the CPU has waited for slots."""
         return self.connection.exposed_wait

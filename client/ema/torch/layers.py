@@ -51,6 +51,12 @@ class Weight:
             data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.parameter.device)
             self.parameter.data = data.copy_(self.within(memory))
 
+    def set_requires_grad(self, wanted: bool) -> None:
+        """As somebody may have set it of what stood in for the parameter."""
+        if self.parameter.requires_grad != wanted:
+            with torch.inference_mode(self.inference):
+                self.parameter.requires_grad_(wanted)
+
     def within(self, memory: torch.Tensor) -> torch.Tensor:
         """This weight in a layer's range (uint8)."""
         part = memory[self.at : self.at + self.nbytes].view(self.dtype)

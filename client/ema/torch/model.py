@@ -3,7 +3,6 @@
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from ema import errors
-from ema.torch.clock import clock, typical
+from ema.torch.clock import clock, typical, undisturbed
 from ema.torch.cut import Cut
 from ema.torch.handles import UNDO, Handle, Streamed
 from ema.torch.layers import Layer, Weight
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 WARM: Final = 2
-TIMED: Final = 5
+TIMED: Final = 6
 """Steps that are run, and then timed, before it is decided how to cut."""
 
 
@@ -57,6 +56,8 @@ class Model:
         self._resident, self._order = resident, list(range(len(layers)))
         self._tuner = None if resident is not None else Tuner(sum(layer.size for layer in layers))
         self._waited = 0.0
+        self._waited_before = (0.0, 0)
+        """Exposed waiting and steps when it was last decided how to cut."""
         self._clock = clock(self._device)
         self._cuts: list[Cut] = []
         self._handles = [self._make_handles(i) for i in range(len(layers))]
@@ -176,10 +177,10 @@ class Model:
         layer, running = self.layers[number], self._running[number]
         running.place = None
         for weight, handle in zip(layer.weights, self._handles[number], strict=True):
+            weight.set_requires_grad(handle.requires_grad)
             for module, name in weight.sites:
                 if module._parameters.get(name) is handle:  # noqa: SLF001
                     module._parameters[name] = weight.parameter  # noqa: SLF001
-                    weight.parameter.requires_grad_(handle.requires_grad)
         running.undo(layer.module)
 
     # --- reading ---
@@ -217,8 +218,9 @@ class Model:
         if self._streams.capturing():
             raise Streamed(f"a step of a streamed model cannot be captured into a graph; {UNDO}")
         if self._tuner is not None and not self._tuner.settled and len(self._clock.times) >= WARM + TIMED:
-            self._tune(self._tuner, typical(deque([*self._clock.times][WARM:])))
+            self._tune(self._tuner, undisturbed([*self._clock.times][WARM:]))
             self._clock.forget()
+            self._waited_before = self.exposed_wait, self.steps
         if self.seen is not None:
             self.seen = []
         self._clock.start()
@@ -247,7 +249,9 @@ class Model:
     def _tune(self, tuner: Tuner, step: float) -> None:
         """Cut anew if more or less hides behind steps than is remote now."""
         remote = self.remote
-        target = tuner.tried(remote, step) if tuner.local else tuner.begin(step, self._pool.rate)
+        waited, steps = self._waited_before
+        exposed = None if self._device.type == "cuda" else (self.exposed_wait - waited) / max(1, self.steps - steps)
+        target = tuner.tried(remote, step, exposed) if tuner.local else tuner.begin(step, self._pool.rate)
         while True:
             try:
                 if target != remote:

@@ -4,7 +4,7 @@ from typing import Final
 
 MARGIN: Final = 0.8
 """Part of what should hide that is tried first."""
-TOLERANCE: Final = 0.03
+TOLERANCE: Final = 0.05
 """Part of a local step by which a step may be longer and still count as one in which all hides."""
 GROWTH: Final = 1.25
 CLOSE: Final = 0.1
@@ -30,8 +30,13 @@ class Tuner:
         self.local = step
         return min(self._most, int(MARGIN * rate * step))
 
-    def tried(self, remote: int, step: float) -> int:
-        """A step with so many remote bytes took so many seconds: bytes to go on with."""
+    def tried(self, remote: int, step: float, exposed: float | None = None) -> int:
+        """A step with so many remote bytes took so many seconds: bytes to go on with.
+
+        `exposed`: of them it waited, where that is known; a step that is longer for other reasons hides as much.
+        """
+        if exposed is not None:
+            step = min(step, self.local + exposed)
         if step <= (1 + TOLERANCE) * self.local:
             self._enough = max(self._enough, remote)
         else:
