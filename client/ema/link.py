@@ -116,6 +116,11 @@ class Link:
         return self._welcome.rate
 
     @property
+    def notice(self) -> Words:
+        """The page in which the agent tells of runs under way and of the session's end."""
+        return self._notice
+
+    @property
     def alive(self) -> bool:
         """Whether an agent is connected just now."""
         return self._channel.lost is None and not self._closed

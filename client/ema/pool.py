@@ -2,8 +2,10 @@
 
 import os
 import re
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Final, Self
 
 import msgspec
@@ -67,6 +69,8 @@ class Pool(Link):
 
     def __init__(self, path: str, hello: wire.Hello) -> None:
         self.staging = Staging(self)
+        self._closing = threading.Lock()
+        self._gone = False
         super().__init__(path, hello)
 
     def another(self, name: str = "") -> "Pool":
@@ -164,10 +168,17 @@ class Pool(Link):
             return self._share
 
     def close(self) -> None:
-        """Give everything back and disconnect. Twice is harmless."""
+        """Give everything back and disconnect. Twice is harmless; if it was interrupted, call it again."""
+        if self._closing.acquire(blocking=False):
+            try:
+                if not self._gone:
+                    self._close()
+                    self._gone = True
+            finally:
+                self._closing.release()
+
+    def _close(self) -> None:
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
         self.runs.finished = errors.EmaError("this pool is closed")
         self._channel.close()
@@ -177,7 +188,8 @@ class Pool(Link):
         if self._share is not None:
             self._share.shrink(0)
         for window in list(self._windows.values()):
-            window.free()
+            with suppress(DriverError):  # freed in part by a close that was interrupted, or gone with its GPU
+                window.free()
         self._windows.clear()
         for page in (self.shared, self._notice, *self._retired):
             page.close()

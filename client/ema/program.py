@@ -57,6 +57,11 @@ class Program:
             pool.orphans -= self.slots
         return self._runs.start(self)
 
+    @property
+    def started(self) -> int:
+        """How many runs have been started under its number."""
+        return self._runs.started(self)
+
     def close(self) -> None:
         """Give the program up; its runs must have ended (InUse). Twice is harmless."""
         if self.closed:

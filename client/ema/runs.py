@@ -55,11 +55,19 @@ class Runs:
                 # The run before last goes on and the last one has ended: the free word belongs to the next number.
                 seq += 1
             ticket = Ticket(self, wire.run_word(-1, seq), seq, steps)
-            self._admit(ticket)
-            for step in steps:
-                self.into[step.slot] = ticket
-            self._channel.send(wire.Run(seq, store, list(steps)))
-            self._seq = seq
+            message = wire.Run(seq, store, list(steps))
+            try:
+                self._admit(ticket)
+                for step in steps:
+                    self.into[step.slot] = ticket
+                self._channel.send(message)
+                self._seq = seq
+            except KeyboardInterrupt:
+                if ticket in self._outstanding:
+                    # It was let in, so it has to be sent, be it twice: the agent ignores what it has seen.
+                    self._channel.send(message)
+                    self._seq = seq
+                raise
         return ticket
 
     def start(self, program: "Program") -> Ticket:
@@ -68,10 +76,27 @@ class Runs:
         with self._lock:
             seq = self._program_seqs.get(number, 0) + 1
             ticket = Ticket(self, wire.run_word(number, seq), seq, program)
-            self._admit(ticket)
-            self._channel.send(wire.Start(number, seq))
-            self._program_seqs[number] = seq
+            message = wire.Start(number, seq)
+            try:
+                self._admit(ticket)
+                self._channel.send(message)
+                self._program_seqs[number] = seq
+            except KeyboardInterrupt:
+                if ticket in self._outstanding:
+                    self._channel.send(message)
+                    self._program_seqs[number] = seq
+                raise
         return ticket
+
+    def started(self, program: "Program") -> int:
+        """How many runs have been started under this program's number."""
+        return self._program_seqs.get(program.number, 0)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything that was started has not ended. Raises AgentLost."""
+        self._alive()
+        return not all(map(self._over, self._outstanding))
 
     def ended(self, word: int, seq: int) -> bool:
         """Whether a run has been started and has ended."""

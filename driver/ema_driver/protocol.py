@@ -320,6 +320,16 @@ class CpuVisible(Protocol):
 
 
 @runtime_checkable
+class GpuVisible(Protocol):
+    """A page of words that kernels can read: those of real GPUs."""
+
+    @property
+    def pointer(self) -> int:
+        """Where kernels find word 0."""
+        ...
+
+
+@runtime_checkable
 class StreamOrdered(Protocol):
     """A driver that can put waits and writes on a stream of the caller's own, among its kernels: real GPUs."""
 

@@ -8,11 +8,11 @@ import torch
 
 from ema import errors
 from ema_driver.errors import DriverError, OutOfMemory
-from ema_driver.protocol import CpuVisible
+from ema_driver.protocol import WORD_BYTES, CpuVisible, GpuVisible
 
 if TYPE_CHECKING:
     from ema.pool import Pool
-    from ema_driver.protocol import Address, Handle
+    from ema_driver.protocol import Address, Handle, Words
 
 _CUDA: Final = 2
 _UNSIGNED: Final = 1
@@ -63,6 +63,13 @@ def bytes_at(pool: "Pool", address: int, size: int) -> torch.Tensor:
     return _on_gpu(address, size, device_of(pool).index)
 
 
+def word_at(pool: "Pool", page: "Words", index: int) -> torch.Tensor:
+    """A word of a page (int32, one element) as kernels of the pool's own GPU see it."""
+    if not isinstance(page, GpuVisible):
+        raise errors.EmaError(f"kernels do not see the pages of driver {pool.driver.name!r}")
+    return _on_gpu(page.pointer + WORD_BYTES * index, WORD_BYTES, device_of(pool).index).view(torch.int32)
+
+
 class Range:
     """One address range of the own GPU with pieces of memory behind it, seen as one tensor of bytes.
 
@@ -97,11 +104,14 @@ class Range:
     def close(self) -> None:
         """Unmap all, and give back what was created here. Nothing may use the bytes any more. Twice is harmless."""
         self.bytes = torch.empty(0, dtype=torch.uint8)
-        self._driver.unmap(self._mapped)
-        if self.size:
+        # Each is forgotten before it is given back: if this is interrupted, the rest goes with the session.
+        mapped, self._mapped = self._mapped, []
+        self._driver.unmap(mapped)
+        size, self.size = self.size, 0
+        if size:
             self._driver.unreserve([self._address])
-        self._driver.release(self._own)
-        self._mapped, self._own, self.size = [], [], 0
+        own, self._own = self._own, []
+        self._driver.release(own)
 
     def _create(self, pool: "Pool", size: int) -> "Handle":
         handle = self._driver.create(pool.gpu, size)
