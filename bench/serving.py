@@ -34,9 +34,9 @@ FILLED: Final = (0.85, 0.9)
 """Of the share, by weights."""
 SATURATED: Final = 120
 """Steps of a saturated run."""
-LONGEST: Final = 96
+LONGEST: Final = 64
 """Tokens of an output at most, so that a run of `SECONDS` sees many requests come and go."""
-SECONDS: Final = 30.0
+SECONDS: Final = 15.0
 MARGIN: Final = 0.95
 """Of what hides in theory is streamed."""
 
@@ -130,7 +130,7 @@ def share(pool: ema.Pool, stack: Stack, stream: Any, link: float, filled: float)
     slope = (local[2 * static] - local[static]) / static
     per_row = MARGIN * link * slope / KV
     borrow = MARGIN * link * local[static] / (1 - min(0.9, per_row))
-    ema.torch.stream(stack, pool, resident=1 - borrow / stack.nbytes)
+    ema.torch.stream(stack, pool, resident=1 - borrow / stack.nbytes, slots=3)
     report = ema.torch.report(stack)
     rows = int((size - stack.nbytes + report.saved_bytes) // KV)
     say(f"{where}: rows {static}, {rows}, {twice}; remote {report.remote_bytes / GIB:.2f} GiB")
