@@ -92,6 +92,7 @@ class Model:
                         self._move(i, new, None)
             except errors.EmaError:
                 for old in before[:1]:  # there is room in it for what was taken from it
+                    old.feed.stop()
                     self._leave(new, old)
                     self._close(new)
                 if not before:
