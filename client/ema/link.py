@@ -76,7 +76,13 @@ class Link:
         """Place in the queue of a request that waits for memory (0 is next); None when nothing waits."""
         self.queue_deadline: float | None = None
         """When that request is answered in any case, on the clock of `time.monotonic`; None when nothing waits."""
-        self._adopt(Channel(path, hello, self._event, self._lost_agent))
+        channel = Channel(path, hello, self._event, self._lost_agent)
+        try:
+            self._adopt(channel)
+        except BaseException:
+            self._closed = True
+            channel.close()  # else its reader would keep the session
+            raise
 
     # --- what it is ---
 
@@ -286,9 +292,8 @@ class Link:
             new_shared = self.driver.adopt_words(shared, wire.MAX_SLOTS * wire.SLOT_WORDS)
             new_notice = self.driver.adopt_words(notice, wire.NOTICE_WORDS)
         finally:
-            for fd in channel.fds:
-                os.close(fd)
-            channel.fds = []
+            while channel.fds:
+                os.close(channel.fds.pop())
         with self._lock:
             self._welcome = welcome
             if self.session:
@@ -329,8 +334,8 @@ class Link:
         self._share = None
 
     def _hand_over(self, window: "Window") -> None:
-        fd = self.driver.export(window.handle)
         number, first, slots, size = window.number, window.first, len(window), window.slot_bytes
+        fd = self.driver.export(window.handle)
         try:
             self._channel.ask(lambda i: wire.OpenWindow(i, number, first, slots, size), [fd])
         finally:

@@ -71,6 +71,8 @@ class Pool(Link):
         self.staging = Staging(self)
         self._closing = threading.Lock()
         self._gone = False
+        self._unsure: dict[int, None] = {}
+        """Numbers of programs that were being opened when that was interrupted: the agent may have them."""
         super().__init__(path, hello)
 
     def another(self, name: str = "") -> "Pool":
@@ -147,10 +149,16 @@ class Pool(Link):
             if (region := self._regions.get(step.region)) is not None and region.droppable:
                 raise errors.BadInput(f"steps[{at}]", f"of region {step.region}", "of a region that is not droppable")
         with self._lock:
-            number = _first_free(self._programs, wire.MAX_PROGRAMS, "programs")
-            answer = self.ask(lambda i: wire.OpenProgram(i, number, store, steps))
+            number = _first_free({**self._programs, **self._unsure}, wire.MAX_PROGRAMS, "programs")
+            self._unsure[number] = None
+            try:
+                answer = self.ask(lambda i: wire.OpenProgram(i, number, store, steps))
+            except errors.EmaError:
+                del self._unsure[number]
+                raise
             program = Program(self, number, steps, answer.value if isinstance(answer, wire.Done) else 0)
             self._programs[number] = program
+            del self._unsure[number]
         return program
 
     def share(self, size: int) -> Share:

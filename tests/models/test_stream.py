@@ -1,5 +1,10 @@
 """Streamed models give what they gave before, bit by bit."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch", reason="no torch: pip install '.[torch]'")
@@ -8,6 +13,7 @@ import torch
 import ema
 import ema.torch
 from models.streaming import batch, same, stack, state
+from nodes import Node
 
 
 @pytest.mark.parametrize("resident", [0.0, 0.3, 0.75, 1.0])
@@ -38,3 +44,29 @@ def test_what_it_reports(client: ema.Pool) -> None:
     ema.torch.unstream(model)
     with pytest.raises(ema.BadInput, match="not streamed"):
         ema.torch.report(model)
+
+
+PROCESS = """
+import sys
+import torch
+import ema, ema.torch
+from models.streaming import batch, same, stack, state
+with torch.no_grad(), ema.connect(sys.argv[1], gpu=sys.argv[2]) as client:
+    model = stack(client)
+    x, before = batch(client), state(model)
+    wanted = model(x)
+    ema.torch.stream(model, client, resident=0.0)
+    for _ in range(20):
+        assert torch.equal(model(x), wanted)
+    same(model.state_dict(), before)
+print("equal")
+"""
+
+
+def test_two_processes_on_one_gpu(torch_node: Node) -> None:
+    command = [sys.executable, "-c", PROCESS, torch_node.socket, torch_node.gpus[0]]
+    paths = {"PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parents[1])])}
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | paths) for _ in range(2)]
+    for process in running:
+        output, _ = process.communicate(timeout=60)
+        assert (process.returncode, output) == (0, "equal\n")

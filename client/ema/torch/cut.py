@@ -29,8 +29,11 @@ class Cut:
     feed: Feed
     _spoilt: "Words"
 
-    def __init__(self, pool: "Pool", layout: Layout, streams: Order, timeout: float) -> None:
-        """Raises PoolFull, LimitReached, OutOfMemory, AgentLost; nothing is held then."""
+    def __init__(self, kept: "list[Cut]", pool: "Pool", layout: Layout, streams: Order, timeout: float) -> None:
+        """`kept`: where this enters itself, so that nothing is lost that an interrupt leaves.
+
+        Raises PoolFull, LimitReached, OutOfMemory, AgentLost; nothing is held then.
+        """
         self.layout = layout
         self._streams = streams
         self._ranges: dict[int, Range] = {}
@@ -38,8 +41,9 @@ class Cut:
         self._watch: Watch | None = None
         self.poison: Poison | None = None
         """Where a stream waits, and cannot raise."""
-        self.connection = pool.another("weights")
+        kept.append(self)
         try:
+            self.connection = pool.another("weights")
             self._region = self.connection.region(layout.region, timeout=timeout)
             self._windows = [self.connection.window(1, layout.slot_bytes) for _ in range(layout.slots)]
             self._slots = [w[0] for w in self._windows]
@@ -52,6 +56,7 @@ class Cut:
                 self._guard()
         except BaseException:
             self.close()
+            kept.remove(self)
             raise
 
     def _guard(self) -> None:
@@ -103,6 +108,8 @@ class Cut:
 
         Raises AgentLost, DataLost. The feed begins anew afterwards.
         """
+        if not layers:
+            return
         self.check()
         self.feed.stop()
         for number, layer in enumerate(layers):
@@ -135,6 +142,7 @@ class Cut:
 
     def close(self) -> None:
         """Give everything back. Nothing may use any byte of it any more. Twice is harmless."""
+        self.poison = None
         try:
             for layer in list(self._ranges):
                 self.drop(layer)
@@ -145,7 +153,8 @@ class Cut:
                 self._watch.close()
                 self._streams.settle()
                 self._spoilt.close()
-            self.connection.close()
+            if hasattr(self, "connection"):
+                self.connection.close()
 
     @property
     def runs(self) -> int:
@@ -155,7 +164,7 @@ class Cut:
     @property
     def exposed_wait(self) -> float:
         """Seconds that the CPU has waited for slots."""
-        return self.connection.exposed_wait
+        return self.connection.exposed_wait if hasattr(self, "connection") else 0.0
 
     def _step(self, layer: int) -> "CopyStep":
         one = self.layout.slices[layer]

@@ -82,8 +82,7 @@ class Model:
                 self.restore()
                 return
             before = list(self._cuts)
-            new = Cut(self._pool, layout, self._streams, self._timeout)
-            self._cuts.append(new)
+            new = Cut(self._cuts, self._pool, layout, self._streams, self._timeout)
             try:
                 for old in before:
                     self._leave(old, new)
@@ -105,13 +104,16 @@ class Model:
 
     def _leave(self, old: Cut, new: Cut) -> None:
         """Bring layers from one cut to another, or home if that one keeps them whole."""
-        away = [r.number for r in self._running if r.place is not None and r.place.cut is old]
-        for i, memory in old.pull(away):
+        for i, memory in old.pull(self._in(old)):
             if i in new.layout.slices:
                 self._move(i, new, memory)
             else:
                 self._bring_home(i, memory)
             old.drop(i)
+
+    def _in(self, cut: Cut) -> list[int]:
+        """Layers that are cut this way."""
+        return [r.number for r in self._running if r.place is not None and r.place.cut is cut]
 
     def _bring_home(self, number: int, memory: torch.Tensor) -> None:
         for weight in self.layers[number].weights:
@@ -164,11 +166,9 @@ class Model:
         with self.lock, torch.inference_mode(mode=False), torch.no_grad():
             self.check_free(None)
             for cut in list(self._cuts):
-                away = [r.number for r in self._running if r.place is not None and r.place.cut is cut]
-                if away:
-                    for i, memory in cut.pull(away):
-                        self._bring_home(i, memory)
-                        cut.drop(i)
+                for i, memory in cut.pull(self._in(cut)):
+                    self._bring_home(i, memory)
+                    cut.drop(i)
                 self._close(cut)
             for i in range(len(self.layers)):
                 self._home(i)
@@ -244,7 +244,7 @@ class Model:
             return
         with self.lock:
             self._order = order
-            for cut in self._cuts:
+            for cut in filter(self._in, self._cuts):
                 cut.reorder([i for i in order if i in cut.layout.slices])
 
     def _tune(self, tuner: Tuner, step: float) -> None:
@@ -272,8 +272,12 @@ class Model:
             return
         where = self.layers[inside.number].name
         frame: FrameType | None = sys._getframe()  # noqa: SLF001
+        own = wanted is not None and wanted.number == inside.number  # then one of the calls is the one that asks
         while frame is not None:
-            if frame.f_code is Running.__call__.__code__ and frame.f_locals.get("self") is inside:
+            if inside.is_called_in(frame):
+                if own:
+                    own, frame = False, frame.f_back
+                    continue
                 what = "weights are read" if wanted is None else f"{self.layers[wanted.number].name} is run"
                 raise Streamed(f"{what} inside {where}, which has a slot just then; name the layers by `layers=`")
             frame = frame.f_back

@@ -10,6 +10,7 @@ from ema.torch.handles import UNDO, Handle, Streamed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
     from ema.torch.cut import Cut
     from ema.torch.model import Model
@@ -91,6 +92,10 @@ class Running(Around):
             if weights.get(name) is not handle:
                 raise Streamed(f"{name} of {model.layers[self.number].name} was replaced while streamed; {UNDO}")
             weights[name] = real
+
+    def is_called_in(self, frame: "FrameType") -> bool:
+        """Whether this frame of a stack is a call of this forward."""
+        return frame.f_code is Running.__call__.__code__ and frame.f_locals.get("self") is self
 
     def leave(self) -> None:
         """Its forward is over, or never came to run."""
