@@ -146,7 +146,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(SimDriver, "wait_on", wait_on, raising=False)
     monkeypatch.setattr(SimDriver, "write_on", write_on, raising=False)
-    monkeypatch.setattr("ema.torch.handover._stream", lambda: STREAM)
+    monkeypatch.setattr("ema.torch.handover._stream", lambda _: STREAM)
     monkeypatch.setattr(Guard, "words", words)
 
 

@@ -1,5 +1,6 @@
 """What is not to be had changes nothing; what is interrupted can be gone on with; what is lost is said before use."""
 
+import ctypes
 import gc
 import linecache
 import random
@@ -24,6 +25,8 @@ from ema.torch.cut import Cut
 from ema.torch.poison import Poison
 from ema.torch.watch import Watch
 from ema_core import wire
+from ema_driver.protocol import Words
+from ema_driver.sim import SimDriver
 from ema_driver.sim.faults import LostGpu
 from models.streaming import batch, same, stack, state
 from nodes import Node, node, pool, sim, until
@@ -209,6 +212,63 @@ def test_an_agent_that_is_killed(tmp_path: Path) -> None:
             ema.torch.stream(again, client, resident=0.5)
             assert torch.equal(again(x), wanted)
             ema.torch.unstream(again)
+    finally:
+        agent.terminate()
+        agent.wait(20)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots are handed over as on a real GPU: by a stream that waits for words, and cannot raise."""
+
+    def wait_on(_: SimDriver, _stream: int, page: Words, index: int, value: int) -> None:
+        while not page.wait(index, value, 1.0):
+            pass
+
+    def write_on(_: SimDriver, _stream: int, page: Words, index: int, value: int) -> None:
+        page.store(index, value)
+
+    def word_at(_: ema.Pool, page: Words, index: int) -> torch.Tensor:
+        address = getattr(page, "_base") + 4 * index  # noqa: B009 - of this driver
+        return torch.frombuffer(ctypes.c_int32.from_address(address), dtype=torch.int32)
+
+    monkeypatch.setattr(SimDriver, "wait_on", wait_on, raising=False)
+    monkeypatch.setattr(SimDriver, "write_on", write_on, raising=False)
+    monkeypatch.setattr("ema.torch.handover._stream", lambda _: 0)
+    monkeypatch.setattr("ema.torch.cut.word_at", word_at)
+
+
+@pytest.mark.usefixtures("streams")
+@torch.no_grad()
+def test_streams_that_wait_for_a_killed_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pool.yaml").write_text(POOL)
+    (tmp_path / "sim.yaml").write_text(SIM)
+    agent = ema_up(tmp_path)
+    try:
+        with ema.connect(tmp_path / "client.sock", gpu=0, timeout=30.0) as client:
+            model = stack(client)
+            x = batch(client)
+            wanted = model(x)
+            ema.torch.stream(model, client, resident=0.0)
+            for _ in range(3):
+                assert torch.equal(model(x), wanted)
+            feed = model.__dict__["_ema_streamed"].cuts[0].feed
+
+            def kill(*_: object) -> None:
+                agent.send_signal(signal.SIGKILL)
+                agent.wait(10)
+
+            with monkeypatch.context() as patch:
+                # As if the host were ahead of the GPU: it looked at everything before the agent went.
+                patch.setattr(feed, "_check", lambda: None)
+                patch.setattr(feed, "_ahead", 0)  # nor has it a run to start later
+                hook = model[1].register_forward_hook(kill)
+                found = model(x)
+                hook.remove()
+            assert bool(found.isnan().all())
+            refused(model, x, ema.AgentLost)
+            del model, feed
+            gc.collect()
     finally:
         agent.terminate()
         agent.wait(20)

@@ -35,7 +35,7 @@ class Clock(Protocol):
 
 def clock(device: torch.device) -> Clock:
     """For steps on this device."""
-    return _Events() if device.type == "cuda" else _OfCpu()
+    return _Events(device) if device.type == "cuda" else _OfCpu()
 
 
 def typical(times: Sequence[float]) -> float:
@@ -64,7 +64,8 @@ class _OfCpu:
 
 
 class _Events:
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.times: deque[float] = deque(maxlen=KEPT)
         self._free = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(_PAIRS)]
         self._under_way: deque[tuple[torch.cuda.Event, ...]] = deque()
@@ -82,11 +83,11 @@ class _Events:
             self._free.append(pair)
         self._now = self._free.pop() if self._free else None
         if self._now is not None:
-            self._now[0].record()
+            self._now[0].record(torch.cuda.current_stream(self._device))
 
     def stop(self) -> None:
         if self._now is not None:
-            self._now[1].record()
+            self._now[1].record(torch.cuda.current_stream(self._device))
             self._under_way.append(self._now)
             self._now = None
 

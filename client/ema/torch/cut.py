@@ -10,12 +10,13 @@ from ema import errors
 from ema.torch.feed import Feed, drain
 from ema.torch.handover import handover
 from ema.torch.layout import Layout
-from ema.torch.memory import Range, device_of, word_at
+from ema.torch.memory import Range, word_at
 from ema.torch.order import Order
 from ema.torch.poison import Poison
 from ema.torch.watch import Watch
 from ema_core import wire
 from ema_driver.errors import ContextLost
+from ema_driver.protocol import StreamOrdered
 
 if TYPE_CHECKING:
     from ema.pool import Pool
@@ -52,7 +53,7 @@ class Cut:
             pairs = [(i, self._slots[layout.slices[i].slot]) for i in layout.order]
             self._program = self.connection.program(steps)
             self.feed = Feed(self._program, self._hand, pairs, streams, self)
-            if device_of(pool).type == "cuda":
+            if isinstance(self.connection.driver, StreamOrdered):
                 self._guard()
         except BaseException:
             self.close()
@@ -83,7 +84,8 @@ class Cut:
         """
         one = self.layout.slices[layer]
         slot = self._slots[one.slot]
-        self._hand.await_empty(slot)
+        self._streams.settle()  # the slot's last store may not have been handed over yet
+        slot.wait_empty()
         pieces: list[Handle | int] = [one.local] if one.local else []
         self.drop(layer)
         range_ = self._ranges[layer] = Range(self.connection, [*pieces, self._windows[one.slot].handle])
@@ -116,7 +118,8 @@ class Cut:
             for ahead in layers[number + bool(number) : number + 2]:
                 self.connection.run([self._step(ahead)], store=False)
             slot = self._slots[self.layout.slices[layer].slot]
-            self._hand.await_full(slot)
+            self._streams.settle()  # nor may its last use be over; and what a thread waits for can raise
+            slot.wait()
             yield layer, self._ranges[layer].bytes
             self._hand.emptied(slot)
 
@@ -134,6 +137,11 @@ class Cut:
         """A layer's range, as bytes."""
         return self._ranges[layer].bytes
 
+    def certain(self) -> None:
+        """Wait until what was taken is there. Raises AgentLost or DataLost if it is not what it should be."""
+        self._streams.settle()
+        self.check()
+
     def drop(self, layer: int) -> None:
         """The layer is elsewhere by now: give the local memory of its range back."""
         if (range_ := self._ranges.pop(layer, None)) is not None:
@@ -150,8 +158,8 @@ class Cut:
             self._ranges.clear()  # the GPU is gone, and all memory with it
         finally:
             if self._watch is not None:
-                self._watch.close()
                 self._streams.settle()
+                self._watch.close()
                 self._spoilt.close()
             if hasattr(self, "connection"):
                 self.connection.close()

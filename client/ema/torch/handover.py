@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from ema.torch.memory import device_of
 from ema_core.wire import EMPTY, FULL
 from ema_driver.protocol import StreamOrdered
 
@@ -35,7 +36,7 @@ class Handover(Protocol):
 def handover(pool: "Pool") -> Handover:
     """How the slots of this pool are handed over."""
     driver = pool.driver
-    return _OnStream(driver) if isinstance(driver, StreamOrdered) else _OnCpu()
+    return _OnStream(driver, device_of(pool)) if isinstance(driver, StreamOrdered) else _OnCpu()
 
 
 class _OnCpu:
@@ -57,21 +58,21 @@ class _OnCpu:
 class _OnStream:
     """Real GPUs: the stream waits, and this thread goes on. Nothing here can fail because of the agent."""
 
-    def __init__(self, driver: StreamOrdered) -> None:
-        self._driver = driver
+    def __init__(self, driver: StreamOrdered, device: torch.device) -> None:
+        self._driver, self._device = driver, device
 
     def await_full(self, slot: "Slot") -> None:
-        self._driver.wait_on(_stream(), *slot.flag, FULL)
+        self._driver.wait_on(_stream(self._device), *slot.flag, FULL)
 
     def await_empty(self, slot: "Slot") -> None:
-        self._driver.wait_on(_stream(), *slot.flag, EMPTY)
+        self._driver.wait_on(_stream(self._device), *slot.flag, EMPTY)
 
     def emptied(self, slot: "Slot") -> None:
-        self._driver.write_on(_stream(), *slot.flag, EMPTY)
+        self._driver.write_on(_stream(self._device), *slot.flag, EMPTY)
 
     def filled(self, slot: "Slot") -> None:
-        self._driver.write_on(_stream(), *slot.flag, FULL)
+        self._driver.write_on(_stream(self._device), *slot.flag, FULL)
 
 
-def _stream() -> int:
-    return int(torch.cuda.current_stream().cuda_stream)
+def _stream(device: torch.device) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)

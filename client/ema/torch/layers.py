@@ -46,9 +46,12 @@ class Weight:
             self.parameter.data = torch.empty(0, dtype=self.dtype, device=self.parameter.device)
 
     def come_back(self, memory: torch.Tensor) -> None:
-        """Give the parameter memory of its own, with the bytes that a layer's range holds."""
+        """Give the parameter memory of its own, with the bytes that a layer's range holds. Raises OutOfMemory."""
         with torch.inference_mode(self.inference):
-            data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.parameter.device)
+            try:
+                data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.parameter.device)
+            except torch.OutOfMemoryError as error:
+                raise errors.OutOfMemory(f"no room to bring {self.nbytes} bytes back: {error}") from error
             self.parameter.data = data.copy_(self.within(memory))
 
     def set_requires_grad(self, wanted: bool) -> None:

@@ -207,6 +207,7 @@ class Model:
             if self.inside is not running:
                 self.check_free(None)
                 place.cut.feed.take(number)
+                place.cut.certain()
             return weight.within(place.cut.memory(number)).clone()
 
     # --- the step ---
@@ -298,6 +299,9 @@ class Model:
         """Bring every layer home for good. Raises OutOfMemory, AgentLost, DataLost."""
         self._tuner = None
         self.restore()
+        # Nothing of this refers to the modules any more: their memory is free as soon as they are forgotten.
+        for kept in (self.layers, self._running, self._handles):
+            kept.clear()
 
     @property
     def cuts(self) -> list[Cut]:
@@ -336,19 +340,22 @@ class Model:
 
 
 def _handle(name: str, weight: Weight, here: "weakref.ref[Model]", number: int, at: int) -> Handle:
+    parameter = weakref.ref(weight.parameter)
+
     def read() -> torch.Tensor:
-        model = here()
+        model, own = here(), parameter()
+        if own is not None and own.numel():  # it is not streamed any more
+            return own.detach().clone()
         if model is None:
             raise Streamed(f"{name} belongs to a streamed model that is gone")
         return model.read(number, at)
 
-    parameter = weight.parameter
     return Handle(
         name,
         read,
         weight.shape,
         weight.stride,
         dtype=weight.dtype,
-        device=parameter.device,
-        requires_grad=parameter.requires_grad,
+        device=weight.parameter.device,
+        requires_grad=weight.parameter.requires_grad,
     )

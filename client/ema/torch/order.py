@@ -4,12 +4,17 @@ from typing import Protocol
 
 import torch
 
+from ema.torch.handles import UNDO, Streamed
+
 
 class Order(Protocol):
     """Of one device."""
 
     def follow(self) -> None:
-        """What is queued from now on, on whichever stream is current, runs after what was queued before."""
+        """What is queued from now on, on whichever stream is current, runs after what was queued before.
+
+        Raises Streamed while a graph is captured.
+        """
         ...
 
     def settle(self) -> None:
@@ -59,6 +64,8 @@ class _Streams:
         self._last: torch.cuda.Stream | None = None
 
     def follow(self) -> None:
+        if self.capturing():
+            raise Streamed(f"a streamed layer cannot be captured into a graph; {UNDO}")
         current = torch.cuda.current_stream(self._device)
         if current != self._last:
             if self._last is not None:

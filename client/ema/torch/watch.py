@@ -2,10 +2,12 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from ema import errors
 from ema_core import wire
+from ema_driver.errors import DriverError
 
 if TYPE_CHECKING:
     from ema.window import Slot
@@ -26,6 +28,7 @@ class Watch:
         """`check` raises once something is lost; `spoilt` is a page whose word 0 says so; `idle`: nothing waits."""
         self._check, self._spoilt, self._idle = check, spoilt, idle
         flags = [slot.flag for slot in slots]
+        self._pool = slots[0].pool
         self._page, self._words = flags[0][0], [word for _, word in flags]
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ema-watch", daemon=True)
@@ -46,8 +49,8 @@ class Watch:
         else:
             return
         self._spoilt.store(0, 1)
-        while not self._ended.wait(PASS):
-            # Each use of a slot makes it empty again, so once is not enough.
-            self._page.fill(self._words, wire.FULL)
-            if self._idle():
-                return
+        while not self._ended.wait(LOOK if self._idle() else PASS):
+            # Each use of a slot makes it empty again, and more may be queued, be it for a later agent's page.
+            for page in {id(p): p for p in (self._page, self._pool.shared)}.values():
+                with suppress(DriverError):  # it is closed: nothing waits on it
+                    page.fill(self._words, wire.FULL)
