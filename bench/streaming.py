@@ -16,7 +16,7 @@ from accelerate import cpu_offload
 
 import ema
 import ema.torch
-from on_gpu import GIB, Times, link_rate, name, say, slice_of, spec, timed, versions
+from on_gpu import GIB, MIB, Times, link_rate, name, say, slice_of, spec, timed, versions
 from record import Row, at_least, finish, plain, record
 from server import Server
 from stacks import Layer, Stack, caches
@@ -25,6 +25,8 @@ TOKENS: Final = (512, 2048, 4096, 8192, 12288, 16384, 24576)
 FRACTIONS: Final = (0.96, 0.92, 0.88, 0.8)
 """Of every layer that stays local."""
 LENT: Final = 16 * GIB
+CHUNK: Final = 256 * MIB
+"""Each copy waits at its chunk's gate: large pieces want large chunks."""
 
 
 def main() -> int:
@@ -32,7 +34,7 @@ def main() -> int:
     torch.manual_seed(0)
     link = link_rate()
     rows = [plain("link, plain pinned copies", link / 1e9, "GB/s")]
-    with Server(None, spec(LENT)) as server, ema.connect(server.socket) as pool, torch.inference_mode():
+    with Server(None, spec(LENT, CHUNK)) as server, ema.connect(server.socket) as pool, torch.inference_mode():
         rows += whole_layers(pool, link)
         for multiprocessors in (8, 16, 132):
             rows += fractions(pool, link, multiprocessors)
@@ -66,11 +68,11 @@ def whole_layers(pool: ema.Pool, link: float) -> Iterator[Row]:
 
 def fractions(pool: ema.Pool, link: float, multiprocessors: int) -> Iterator[Row]:
     """A part of every layer remote, at a decode step."""
-    layers, width, heads, context = 32, 4096, 32, 256
-    batch = 16 if multiprocessors < 132 else 64
+    layers, width, heads, context = 16, 6144, 48, 336
+    batch = 16 if multiprocessors < 132 else 192
     where = "whole GPU" if multiprocessors == 132 else f"scale model, {multiprocessors} multiprocessors"
     say(f"fractions, {where}")
-    stack = Stack(layers, width, 11008, heads)
+    stack = Stack(layers, width, 13312, heads)
     stream = slice_of(multiprocessors)
     kept = caches(layers, batch, heads, context, width)
     x = torch.randn(batch, width, device="cuda", dtype=torch.bfloat16)

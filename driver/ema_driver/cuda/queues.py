@@ -59,7 +59,7 @@ class Queues:
         for queue in self._idle:
             stream = queue.stream
             api.call("cuStreamBeginCapture", stream, api.cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-            api.call("cuStreamWaitValue32", stream, word, 0, _EQUAL)
+            api.call("cuStreamBatchMemOp", stream, 1, [_wait(api, word)], 0)
             for target, source in ((memory, host), (memory + _PIECE, memory), (host, memory)):
                 api.call("cuMemcpyAsync", target, source, _PIECE, stream)
             api.call("cuStreamWriteValue32", stream, word, 0, 0)
@@ -113,3 +113,11 @@ class Queues:
                 for queue in self._idle:
                     api.call("cuEventDestroy", queue.event)
                     api.call("cuStreamDestroy", queue.stream)
+
+
+def _wait(api: Api, word: int) -> Raw:
+    made = api.cu.CUstreamBatchMemOpParams()
+    part = made.waitValue
+    part.operation = api.cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
+    part.address, part.value, part.flags = word, api.cu.cuuint32_t(0), _EQUAL
+    return made

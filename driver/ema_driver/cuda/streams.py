@@ -3,6 +3,7 @@
 CUDA cannot drop what is queued. So a stream is given back when its queue is empty, and parked until then.
 """
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,12 @@ from ema_driver.errors import ContextLost, DriverError, InvalidUse
 from ema_driver.protocol import WORD_BYTES, Copy, Op, Wait, Words, Write
 
 EQUAL: Final = 1
+MOST_TOGETHER: Final = 128
+"""Waits and writes of one call (CUDA takes 256)."""
 _RELAXED: Final = "CU_STREAM_CAPTURE_MODE_RELAXED"
+
+Call = tuple[str, Callable[[Raw], tuple[Raw, ...]]]
+"""A driver function, and its arguments for a stream."""
 
 
 class Streams:
@@ -133,7 +139,7 @@ class CudaStream:
     def enqueue(self, ops: Sequence[Op]) -> None:
         """Append operations. Raises InvalidUse before anything is queued."""
         self._check()
-        calls = [call for op in ops for call in self._calls(op)]
+        calls = self._calls(ops)
         with self._streams.queueing, self._gpu.current():
             for name, arguments in calls:
                 self._api.call(name, *arguments(self.queue.stream))
@@ -141,7 +147,7 @@ class CudaStream:
     def instantiate(self, ops: Sequence[Op]) -> "CudaGraph":
         """Make operations ready. What they name must be mapped now, and may be replaced later."""
         self._check()
-        calls = [call for op in ops for call in self._calls(op)]
+        calls = self._calls(ops)
         made: list[Raw] = []
 
         def capture(own: Raw) -> None:
@@ -227,23 +233,38 @@ class CudaStream:
         if not self._open:
             raise InvalidUse("the stream is closed")
 
-    def _calls(self, op: Op) -> Iterator[tuple[str, Callable[[Raw], tuple[Raw, ...]]]]:
-        if isinstance(op, Copy):
-            yield from self._copies(op)
-            return
+    def _calls(self, ops: Sequence[Op]) -> list[Call]:
+        """The driver's calls: one for each copy, and one for all waits and writes between two, which run in order."""
+        calls: list[Call] = []
+        for is_copy, group in itertools.groupby(ops, lambda op: isinstance(op, Copy)):
+            if is_copy:
+                for op in group:
+                    calls += self._copies(op)  # type: ignore[arg-type]
+                continue
+            words = [self._word(op) for op in group]  # type: ignore[arg-type]
+            for at in range(0, len(words), MOST_TOGETHER):
+                calls.append(_batch(words[at : at + MOST_TOGETHER]))
+        return calls
+
+    def _word(self, op: Wait | Write) -> Raw:
+        """A wait or a write as the driver takes it."""
         page = self._page(op.page)
         page.check(op.index, op.value)
         self._pages.add(page)
-        at, value = page.pointer + WORD_BYTES * op.index, op.value
+        made = self._api.cu.CUstreamBatchMemOpParams()
+        kinds = self._api.cu.CUstreamBatchMemOpType
         if isinstance(op, Wait):
             values = self._waits.setdefault((page, op.index), [])
-            if value not in values:
-                values.append(value)
-            yield "cuStreamWaitValue32", lambda stream: (stream, at, value, EQUAL)
-        elif isinstance(op, Write):
-            yield "cuStreamWriteValue32", lambda stream: (stream, at, value, 0)
+            if op.value not in values:
+                values.append(op.value)
+            part, kind, flags = made.waitValue, kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32, EQUAL
+        else:
+            part, kind, flags = made.writeValue, kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, 0
+        part.operation, part.address = kind, page.pointer + WORD_BYTES * op.index
+        part.value, part.flags = self._api.cu.cuuint32_t(op.value), flags
+        return made
 
-    def _copies(self, op: Copy) -> Iterator[tuple[str, Callable[[Raw], tuple[Raw, ...]]]]:
+    def _copies(self, op: Copy) -> Iterator[Call]:
         if op.size < 0:
             raise InvalidUse(f"copy: size {op.size}; must not be negative")
         space = self._streams.space
@@ -280,7 +301,11 @@ class CudaGraph:
                 self._stream.destroy_graph(executable)
 
 
-def _copy(target: int, source: int, size: int) -> tuple[str, Callable[[Raw], tuple[Raw, ...]]]:
+def _batch(words: list[Raw]) -> Call:
+    return "cuStreamBatchMemOp", lambda stream: (stream, len(words), words, 0)
+
+
+def _copy(target: int, source: int, size: int) -> Call:
     return "cuMemcpyAsync", lambda stream: (target, source, size, stream)
 
 
