@@ -86,7 +86,7 @@ def _real(folder: Path, driver: MemoryDriver) -> Iterator[ema.Pool]:
     assert free() == pytest.approx(before, abs=SLACK)
 
 
-def _use_kernels(a: Any) -> None:
+def _use_kernels(a: Any) -> None:  # noqa: ANN401
     """What libraries make at first use, their workspaces among it."""
     import torch
 
