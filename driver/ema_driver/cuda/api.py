@@ -63,7 +63,7 @@ class Api:
         """
         code, *results = self._raw(name, arguments)
         if code := int(code):
-            raise self._error(name, code)
+            raise self.error(name, code)
         return results[0] if results else None
 
     def done(self, name: str, *arguments: Raw) -> bool:
@@ -72,7 +72,7 @@ class Api:
         if code == NOT_READY:
             return False
         if code:
-            raise self._error(name, code)
+            raise self.error(name, code)
         return True
 
     def attribute(self, name: str, device: Raw) -> int:
@@ -98,7 +98,8 @@ class Api:
             # A binding raises RuntimeError for a function that the library on this machine does not have.
             raise DriverUnavailable(f"{name} is not to be had ({error}); a newer NVIDIA driver is needed") from None
 
-    def _error(self, name: str, code: int) -> DriverError:
+    def error(self, name: str, code: int) -> DriverError:
+        """What a driver function's result code says."""
         error = self._name(code)
         text = f"{name}: CUDA_ERROR_{error} ({code})"
         if code == OUT_OF_MEMORY:

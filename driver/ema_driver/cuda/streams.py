@@ -21,6 +21,8 @@ from ema_driver.protocol import WORD_BYTES, Copy, Op, Wait, Words, Write
 EQUAL: Final = 1
 MOST_TOGETHER: Final = 128
 """Waits and writes of one call (CUDA takes 256)."""
+MOST_CALLS: Final = 128
+"""Calls of one launch, above which it is a graph: a stream's queue takes about 1,000 before it blocks."""
 _RELAXED: Final = "CU_STREAM_CAPTURE_MODE_RELAXED"
 
 Call = tuple[str, Callable[[Raw], tuple[Raw, ...]]]
@@ -144,10 +146,19 @@ class CudaStream:
             for name, arguments in calls:
                 self._api.call(name, *arguments(self.queue.stream))
 
-    def instantiate(self, ops: Sequence[Op]) -> "CudaGraph":
-        """Make operations ready. What they name must be mapped now, and may be replaced later."""
+    def instantiate(self, ops: Sequence[Op]) -> "CudaCalls | CudaGraph":
+        """Make operations ready. What they name must be mapped now, and may be replaced later.
+
+        Few of them stay calls that are made one after the other: nearly as cheap as a graph, and CUDA cannot make a
+        graph while some other one is blocked in a wait (seen on an H200: it blocks until that goes on).
+        """
         self._check()
         calls = self._calls(ops)
+        if len(calls) <= MOST_CALLS:
+            return CudaCalls(self, [(getattr(self._api.cu, name), of(self.queue.stream)) for name, of in calls])
+        return self._graph(calls)
+
+    def _graph(self, calls: list[Call]) -> "CudaGraph":
         made: list[Raw] = []
 
         def capture(own: Raw) -> None:
@@ -176,6 +187,14 @@ class CudaStream:
         self._check()
         with self._streams.queueing, self._gpu.current():
             self._api.call("cuGraphLaunch", executable, self.queue.stream)
+
+    def make(self, calls: Sequence[tuple[Callable[..., Raw], tuple[Raw, ...]]]) -> None:
+        """Append operations by calls that are ready."""
+        self._check()
+        with self._streams.queueing, self._gpu.current():
+            for function, arguments in calls:
+                if code := function(*arguments)[0]:
+                    raise self._api.error(function.__name__, int(code))
 
     def destroy_graph(self, executable: Raw) -> None:
         """Destroy a graph; one that runs is freed by the driver when it has run."""
@@ -279,6 +298,24 @@ class CudaStream:
         if not isinstance(page, CudaWords) or page.api is not self._api:
             raise InvalidUse(f"{page!r} is no page of this session")
         return page
+
+
+class CudaCalls:
+    """Operations made ready as a list of calls. Made by `CudaStream.instantiate`."""
+
+    def __init__(self, stream: CudaStream, calls: list[tuple[Callable[..., Raw], tuple[Raw, ...]]]) -> None:
+        self._stream = stream
+        self._calls: list[tuple[Callable[..., Raw], tuple[Raw, ...]]] | None = calls
+
+    def launch(self) -> None:
+        """Append the operations to the stream. Never blocks while few launches are outstanding; allocates nothing."""
+        if self._calls is None:
+            raise InvalidUse("the graph is closed")
+        self._stream.make(self._calls)
+
+    def close(self) -> None:
+        """Give the operations up."""
+        self._calls = None
 
 
 class CudaGraph:
