@@ -1,7 +1,7 @@
 """What a memory share serves: static, borrowing, twice the memory: `python bench/serving.py`. Needs a GPU.
 
 Decode with continuous batching in the scale model (see `on_gpu.py`): a share whose weights fill 85 to 92 %, the rest
-holds the keys and values of running requests, 126 MiB each. Arrivals and output lengths are of a real trace, its times
+holds the keys and values of running requests, 128 MiB each. Arrivals and output lengths are of a real trace, its times
 scaled to the load. Borrowing streams a part of every layer's weights, and the room that it frees runs more requests.
 Two settings: saturated (a full queue), where the bound predicts the gain from local step times of this run; and a load
 of 1.5 times what the static share can serve. Prompts are taken as read: all three would compute them alike.
@@ -27,7 +27,7 @@ from stacks import Stack, caches
 
 TRACE: Final = Path(__file__).parents[1] / "examples" / "traces" / "azure_conversation_10min.csv"
 MULTIPROCESSORS: Final = 8
-LAYERS, WIDTH, INNER, HEADS, CONTEXT = 16, 6144, 13312, 48, 336
+LAYERS, WIDTH, INNER, HEADS, CONTEXT = 32, 4096, 11008, 32, 256
 KV: Final = LAYERS * 2 * CONTEXT * WIDTH * 2
 """Bytes of one running request."""
 FILLED: Final = (0.85, 0.9)
@@ -108,7 +108,7 @@ def main() -> int:
     ]
     stack = Stack(LAYERS, WIDTH, INNER, HEADS)
     stream = slice_of(MULTIPROCESSORS)
-    with Server(None, spec(4 * GIB, 256 * MIB)) as server, ema.connect(server.socket) as pool, torch.inference_mode():
+    with Server(None, spec(4 * GIB)) as server, ema.connect(server.socket) as pool, torch.inference_mode():
         for filled in FILLED:
             rows += share(pool, stack, stream, link, filled)
     what = (

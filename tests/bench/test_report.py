@@ -31,6 +31,13 @@ def _of_bench(name: str) -> ModuleType:
 
 def test_the_page_is_what_the_kept_results_say(report: ModuleType) -> None:
     assert report.PAGE.read_text("utf-8") == report.page(report.kept()), "run `python bench/report.py`"
+    readme = report.README.read_text("utf-8")
+    assert readme == report.readme(readme, report.kept()), "run `python bench/report.py`"
+    assert all(
+        figure in {r.figure for r in record.rows}
+        for record in report.kept()
+        for figure in report.HEADLINES.get(record.name, ())
+    )
 
 
 def test_every_kept_file_bears_its_benchmark_name(record: ModuleType) -> None:

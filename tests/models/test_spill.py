@@ -94,7 +94,7 @@ def test_gradients_are_those_of_local_steps(client: ema.Pool) -> None:
     # Inputs of the layers and of the activations between them, but for what backward uses first.
     item = 32 * KIB * scale(client)
     assert 8 * item <= report.spilled_bytes <= 15 * item
-    assert 0 < report.slot_bytes <= report.spilled_bytes / 4
+    assert 0 < report.slot_bytes <= report.spilled_bytes / 3
     assert not report.limited
 
 
@@ -502,7 +502,12 @@ def test_only_a_part_goes_back(client: ema.Pool) -> None:
         assert (spill.report.learnt, spill.report.differing) == (1, 1)
 
 
-def test_an_interrupted_step(client: ema.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_step(torch_node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ema.connect(torch_node.socket, gpu=torch_node.gpus[0]) as client:
+        interrupt_steps(client, monkeypatch)
+
+
+def interrupt_steps(client: ema.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp(client)
 
     def step(number: int) -> list[torch.Tensor]:

@@ -33,8 +33,9 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
         self.layers[3][0].weight = self.layers[1][0].weight
         self.layers[2][1].weight = self.layers[2][2].weight
-        self.layers[4][0].weight = nn.Parameter(self.layers[4][1].weight.detach())  # the same bytes, another object
         self.to(device_of(client)).requires_grad_(False)
+        # The same bytes, another object: only now, since moving makes them two.
+        self.layers[4][0].weight = nn.Parameter(self.layers[4][1].weight.detach(), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embedding(x)
