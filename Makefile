@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-torch lint bench clean gpu
+.PHONY: demo test test-torch lint bench bench-gpu clean gpu
 
 $(VENV)/base: pyproject.toml
 	@echo "== installing ema into $(VENV)"
@@ -46,6 +46,11 @@ gpu: $(VENV)/dev
 
 bench: $(VENV)/dev
 	@for script in plan sim steps reclaim replay memory; do echo "== bench/$$script.py"; $(BIN)/python bench/$$script.py || exit 1; done
+
+# On a machine with an NVIDIA GPU and torch: each prints its bound and its rivals.
+bench-gpu: $(VENV)/dev
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[cuda,torch,dev]' accelerate
+	@for script in driver streaming serving training; do echo "== bench/$$script.py"; $(BIN)/python bench/$$script.py; done
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

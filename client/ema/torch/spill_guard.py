@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ema import errors
-from ema.torch.memory import bytes_at
+from ema.torch.memory import word_at
 from ema_core import wire
 from ema_driver.errors import InvalidUse
 
@@ -58,10 +58,8 @@ class Guard:
 
     def words(self) -> "list[torch.Tensor]":
         """As the GPU sees them (int32): what this writes when it lets the stream pass, and what the agent writes."""
-        notice = self._pool._notice  # noqa: SLF001 - the page that the agent alone writes
-        places = ((self._page, self._word), (notice, wire.NOTICE_OVER))
-        pointers = [int(getattr(page, "pointer")) + 4 * index for page, index in places]  # noqa: B009 - CUDA's pages
-        return [bytes_at(self._pool, pointer, 4).view(torch.int32)[0] for pointer in pointers]
+        places = ((self._page, self._word), (self._pool.notice, wire.NOTICE_OVER))
+        return [word_at(self._pool, page, index)[0] for page, index in places]
 
     def _look(self) -> None:
         while not self._end.wait(LOOK):

@@ -7,15 +7,15 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Final
 
 from ema_driver.cuda.api import Api, Raw
 from ema_driver.cuda.gpus import Gpu
 from ema_driver.cuda.queues import Queue, Queues
+from ema_driver.cuda.ready import CudaCalls, CudaGraph, Prepared
 from ema_driver.cuda.space import Space
 from ema_driver.cuda.words import FIRST_PAUSE, LAST_PAUSE, CudaWords
-from ema_driver.errors import ContextLost, DriverError, InvalidUse
+from ema_driver.errors import DriverError, InvalidUse
 from ema_driver.protocol import WORD_BYTES, Copy, Op, Wait, Words, Write
 
 EQUAL: Final = 1
@@ -146,7 +146,7 @@ class CudaStream:
             for name, arguments in calls:
                 self._api.call(name, *arguments(self.queue.stream))
 
-    def instantiate(self, ops: Sequence[Op]) -> "CudaCalls | CudaGraph":
+    def instantiate(self, ops: Sequence[Op]) -> CudaCalls | CudaGraph:
         """Make operations ready. What they name must be mapped now, and may be replaced later.
 
         Few of them stay calls that are made one after the other: nearly as cheap as a graph, and CUDA cannot make a
@@ -158,7 +158,7 @@ class CudaStream:
             return CudaCalls(self, [(getattr(self._api.cu, name), of(self.queue.stream)) for name, of in calls])
         return self._graph(calls)
 
-    def _graph(self, calls: list[Call]) -> "CudaGraph":
+    def _graph(self, calls: list[Call]) -> CudaGraph:
         made: list[Raw] = []
 
         def capture(own: Raw) -> None:
@@ -188,7 +188,7 @@ class CudaStream:
         with self._streams.queueing, self._gpu.current():
             self._api.call("cuGraphLaunch", executable, self.queue.stream)
 
-    def make(self, calls: Sequence[tuple[Callable[..., Raw], tuple[Raw, ...]]]) -> None:
+    def make(self, calls: Sequence[Prepared]) -> None:
         """Append operations by calls that are ready."""
         self._check()
         with self._streams.queueing, self._gpu.current():
@@ -298,44 +298,6 @@ class CudaStream:
         if not isinstance(page, CudaWords) or page.api is not self._api:
             raise InvalidUse(f"{page!r} is no page of this session")
         return page
-
-
-class CudaCalls:
-    """Operations made ready as a list of calls. Made by `CudaStream.instantiate`."""
-
-    def __init__(self, stream: CudaStream, calls: list[tuple[Callable[..., Raw], tuple[Raw, ...]]]) -> None:
-        self._stream = stream
-        self._calls: list[tuple[Callable[..., Raw], tuple[Raw, ...]]] | None = calls
-
-    def launch(self) -> None:
-        """Append the operations to the stream. Never blocks while few launches are outstanding; allocates nothing."""
-        if self._calls is None:
-            raise InvalidUse("the graph is closed")
-        self._stream.make(self._calls)
-
-    def close(self) -> None:
-        """Give the operations up."""
-        self._calls = None
-
-
-class CudaGraph:
-    """Operations made ready. Made by `CudaStream.instantiate`."""
-
-    def __init__(self, stream: CudaStream, executable: Raw) -> None:
-        self._stream, self._executable = stream, executable
-
-    def launch(self) -> None:
-        """Append the operations to the stream. Never blocks while few launches are outstanding; allocates nothing."""
-        if self._executable is None:
-            raise InvalidUse("the graph is closed")
-        self._stream.launch(self._executable)
-
-    def close(self) -> None:
-        """Give the graph up."""
-        if self._executable is not None:
-            executable, self._executable = self._executable, None
-            with suppress(ContextLost):
-                self._stream.destroy_graph(executable)
 
 
 def _batch(words: list[Raw]) -> Call:
