@@ -22,7 +22,7 @@ def status(agent: "Agent", now: float) -> dict[str, Any]:
             at = states[c.place] = dict.fromkeys(State, 0)
         at[c.state] += c.size
     gpus = []
-    for gpu, device in node.devices.items():
+    for gpu, device in sorted(node.devices.items(), key=lambda item: item[1].index):
         info = node.memory.get(gpu)
         gpus.append(
             {
@@ -51,6 +51,7 @@ def status(agent: "Agent", now: float) -> dict[str, Any]:
         "gpus": gpus,
         "host": {
             "held": agent.host_bytes,
+            "spare": agent.backing.spare_bytes,
             "lent": ledger.lent[HOST],
             "room": sum(p.host_spill + p.host_lend for p in agent.steward.pools.values()),
         },

@@ -85,8 +85,11 @@ def status(folder: Folder = None, json_: Json = False) -> None:
     columns = ["GPU", "UUID", "memory", "used", "lent", "free", "state"]
     screen.print(table(columns, rows, right=columns[2:6]))
     host = answer["host"]
+    spare = f", and {size(host['spare'])} are kept for the next ones" if host["spare"] else ""
     screen.print(
-        f"host memory: {size(host['held'])} of {size(host['room'])} hold lent bytes and their copies", highlight=False
+        f"host memory: {size(host['held'] - host['spare'])} of {size(host['room'])} hold lent bytes and their copies"
+        f"{spare}",
+        highlight=False,
     )
     screen.print(f"leases: {answer['leases']}, waiting: {len(answer['queue'])}", highlight=False)
     for pair in answer["barred"]:

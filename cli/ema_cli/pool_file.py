@@ -23,6 +23,10 @@ def read_pools(path: Path) -> list[MemoryPool]:
         documents = [document for document in yaml.safe_load_all(text.decode("utf-8")) if document is not None]
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: bad UTF-8, dates, numbers
         raise InvalidInput.of(str(path), str(error), "a YAML document") from error
+    if any(isinstance(document, dict) and "gpus" in document and "kind" not in document for document in documents):
+        raise InvalidInput.of(
+            str(path), "simulated GPUs", "a MemoryPool; `ema up --driver sim --sim FILE` reads simulated GPUs"
+        )
     return load_pools(documents)
 
 

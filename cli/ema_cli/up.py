@@ -66,7 +66,9 @@ def up(  # noqa: PLR0917 (typer takes options as parameters)
         raise fail(str(error)) from None
     finally:
         os.close(lock)
-    if why is not None:
+    if why is None:
+        screen.print("Ended. Everything that was lent is given back.", highlight=False)
+    else:
         raise fail(f"the GPUs' driver session is lost: {why}. What was lent is gone; start again.")
 
 

@@ -206,6 +206,7 @@ HEAD = "apiVersion: ema.dev/v1alpha1\nkind: MemoryPool\nmetadata: {name: p}\n"
         ("", "expected at least one MemoryPool"),
         ("a: [", "a YAML document"),
         ("\x00", "a YAML document"),
+        ("gpus: [{count: 2}]", "got 'simulated GPUs'; expected a MemoryPool; `ema up --driver sim --sim FILE` reads"),
     ],
 )
 def test_a_wrong_pool_is_refused_by_check_and_by_up(tmp_path: Path, text: str, says: str) -> None:

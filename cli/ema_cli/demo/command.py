@@ -20,6 +20,8 @@ from ema_cli.serving.trace import Request, read_trace
 from ema_core.errors import InvalidInput
 from ema_core.quantity import parse_duration, parse_quantity
 
+SHORT: Final = 20
+"""Seconds of a run below which its figures say little."""
 TRACE: Final = "azure_conversation_10min.csv"
 STOPPED: Final = 130
 """Exit code after Ctrl-C."""
@@ -116,6 +118,8 @@ def _introduce(layout: Layout) -> None:
         "Ctrl-C ends everything.",
         highlight=False,
     )
+    if layout.duration / scale.speed < SHORT:
+        screen.print(f"Runs of less than {SHORT} s see few requests: do not compare them.", highlight=False)
 
 
 def _requests(trace: Path | None) -> list[Request]:
