@@ -71,6 +71,17 @@ class RefusedMemory(_Fault, tag="refused-memory", frozen=True):
     creates: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
+class RefusedMapping(_Fault, tag="refused-mapping", frozen=True):
+    """Memory at the place exists and cannot be mapped: the next `maps` calls fail (0: all, until cleared).
+
+    `after` so many calls that still succeed.
+    """
+
+    place: PlaceNumber
+    maps: Annotated[int, msgspec.Meta(ge=0)] = 0
+    after: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
 class UnsupportedMemory(_Fault, tag="unsupported-memory", frozen=True):
     """The GPU does not support the memory query."""
 
@@ -98,6 +109,7 @@ Fault = (
     | HungLink
     | HungQueries
     | RefusedMemory
+    | RefusedMapping
     | UnsupportedMemory
     | NonsenseMemory
     | StuckMemory

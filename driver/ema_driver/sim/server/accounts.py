@@ -9,12 +9,12 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from queue import SimpleQueue
 
 from ema_core.ids import Place
 from ema_driver import shared_memory
-from ema_driver.errors import InvalidUse, OutOfMemory
+from ema_driver.errors import DriverError, InvalidUse, OutOfMemory
 from ema_driver.sim.server.loop import Loop
 
 
@@ -76,6 +76,8 @@ class Accounts:
         self.used = dict.fromkeys(capacity, 0)
         self.refused: dict[Place, int] = {}
         """Creations still to be refused; -1: all."""
+        self.unmappable: dict[Place, tuple[int, int]] = {}
+        """Mappings that still succeed, and those to be refused after them; -1: all."""
         self.stuck: set[Place] = set()
         """Places where nothing that is given up becomes free."""
         self._by_inode: dict[int, Allocation] = {}
@@ -105,6 +107,16 @@ class Accounts:
         self.used[place] += size
         self._by_inode[allocation.inode] = allocation
         return allocation
+
+    def check_mapping(self, places: Collection[Place]) -> None:
+        """A call that maps memory at these places. Raises DriverError where that is refused."""
+        for place in self.unmappable.keys() & places:
+            after, left = self.unmappable[place]
+            if after:
+                self.unmappable[place] = after - 1, left
+            elif left:
+                self.unmappable[place] = 0, left - 1 if left > 0 else left
+                raise DriverError(f"memory at {place} cannot be mapped")
 
     def free(self, place: Place) -> int:
         """Bytes free, as far as known without asking (`collect`)."""

@@ -220,10 +220,11 @@ class Session(Connection):
 
     def map(self, call: wire.Map, _: Sequence[int]) -> None:
         """All or none."""
-        for _address, number in call.pairs:
-            allocation = self._handles.get(number)
-            if allocation is not None and allocation.lost:
+        wanted = [a for _, number in call.pairs if (a := self._handles.get(number)) is not None]
+        for allocation in wanted:
+            if allocation.lost:
                 raise lost(GpuId(allocation.place))
+        self._accounts.check_mapping({a.place for a in wanted})
         self._run.space.map(call.pairs, self._handles)
         self.reply(call.seq)
 
