@@ -204,6 +204,9 @@ class Session:
     def _grow_share(self, message: wire.GrowShare) -> None:
         self.share.grow(message)
         self._steward.wake()
+        if self.share.waiters:
+            # The next reading answers it, and that is slow to come while nothing is lent.
+            self._steward.moves.held_changed()
 
     def _share_is(self, message: wire.ShareIs) -> None:
         self.share.mapped_is(message)

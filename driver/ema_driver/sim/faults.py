@@ -65,7 +65,7 @@ class HungQueries(_Fault, tag="hung-queries", frozen=True):
 
 
 class RefusedMemory(_Fault, tag="refused-memory", frozen=True):
-    """The next `creates` creations at the place fail for want of memory (0: all, until cleared)."""
+    """The next `creates` calls that create at the place fail for want of memory (0: all, until cleared)."""
 
     place: PlaceNumber
     creates: Annotated[int, msgspec.Meta(ge=0)] = 0

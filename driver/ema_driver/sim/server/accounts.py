@@ -87,23 +87,30 @@ class Accounts:
         self._dead: SimpleQueue[list[Allocation]] = SimpleQueue()
         threading.Thread(target=self._bury, name="frees", daemon=True).start()
 
-    def create(self, place: Place, size: int) -> Allocation:
-        """Take memory. Raises OutOfMemory."""
+    def create(self, place: Place, size: int, count: int) -> list[Allocation]:
+        """Take memory in `count` pieces, all or none. Raises OutOfMemory."""
         left = self.refused.get(place, 0)
         if left:
             if left > 0:
                 self.refused[place] = left - 1
             raise OutOfMemory(place, size, 0)
-        if self.free(place) < size:
+        if self.free(place) < size * count:
             self.collect()
-        if self.free(place) < size:
-            raise OutOfMemory(place, size, self.free(place))
+        if (free := self.free(place)) < size * count:
+            raise OutOfMemory(place, size * count, free)
+        made: list[Allocation] = []
         try:
-            allocation = Allocation(place, size)
+            made.extend(self._make(place, size) for _ in range(count))
         except OSError as error:
+            for allocation in made:
+                self.settle(allocation)
             if error.errno not in {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC}:
                 raise
-            raise OutOfMemory(place, size, self.free(place)) from error
+            raise OutOfMemory(place, size * count, self.free(place)) from error
+        return made
+
+    def _make(self, place: Place, size: int) -> Allocation:
+        allocation = Allocation(place, size)
         self.used[place] += size
         self._by_inode[allocation.inode] = allocation
         return allocation
