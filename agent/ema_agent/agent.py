@@ -17,7 +17,7 @@ from ema_agent.figures import Figures
 from ema_agent.gates import Gates
 from ema_agent.health import Health
 from ema_agent.lanes import Lanes
-from ema_agent.ledger import Lease, Ledger, Region, State
+from ema_agent.ledger import Lease, Ledger, Region
 from ema_agent.losses import Losses
 from ema_agent.moves import Reclaim
 from ema_agent.node import Node
@@ -335,11 +335,9 @@ class Agent:
 
     def moved(self, lease: Lease, region: Region, size: int) -> None:
         """Tell the client what its region is fetched at now."""
-        places = {c.place for c in region.chunks if c is not None and c.state not in (State.DROPPED, State.LOST)}
-        rate = min((self.node.rate(p, lease.gpu) for p in places), default=0)
         self.figures.moved(lease.pool, size)
         if (session := self.sessions.get(lease.id)) is not None:
-            session.line.tell(wire.Moved(region.number, size, rate))
+            session.regions.tell_rate(region, size)
 
     def dropped(self, lease: Lease, region: Region, chunks: Sequence[int]) -> None:
         """Write the client's notice word, then tell it."""

@@ -1,8 +1,10 @@
 """What is mapped behind chunk addresses: the blocking driver work of granting, moving, dropping and giving back.
 
 Everything here runs on a worker thread and touches neither ledger nor sockets. Each function leaves a chunk either as
-it was or fully changed; on return the gates of changed chunks are open unless said otherwise. Order within a reclaim:
-close the gates, be certain, unmap and release (the lender has its bytes now), map the new place, open.
+it was or fully changed, or, when memory could not be mapped behind its address, not `mapped`: its bytes are in
+`handle`, its gate stays closed, and `appear` tries again. On return the gates of other changed chunks are open unless
+said otherwise. Order within a reclaim: close the gates, be certain, unmap and release (the lender has its bytes now),
+map the new place, open.
 """
 
 import threading
@@ -111,26 +113,49 @@ class Backing:
     def vacate(self, chunks: Sequence[Chunk]) -> float:
         """Taken chunks: their memory on a GPU is free again, from the moment that is returned (monotonic seconds).
 
-        Nothing is mapped at their addresses until `to_twin`.
+        Their twin, which is true, is all there is of them now; nothing is mapped at their addresses until `appear`.
         """
-        self._driver.unmap([c.address for c in chunks])
-        self._driver.release([c.handle for c in chunks])
+        old = [c.handle for c in chunks]
+        self._unmap(chunks)
+        for c in chunks:
+            if c.twin is not None:
+                c.handle, c.twin = c.twin, None
+        self._driver.release(old)
         return time.monotonic()
 
-    def to_twin(self, chunks: Sequence[Chunk]) -> None:
-        """Vacated chunks whose twin is true: it appears at the same address."""
-        driver = self._driver
-        twins = [(c, c.twin) for c in chunks if c.twin is not None]
-        driver.map([(c.address, twin) for c, twin in twins])
-        for c, twin in twins:
-            c.handle, c.twin = twin, None
+    def appear(self, chunks: Sequence[Chunk]) -> DriverError | None:
+        """Map chunks that are not: all, or as many as can be, and what kept the others from it."""
+        try:
+            self._map(chunks)
+        except DriverError as error:
+            last = error
+        else:
+            return None
+        for c in chunks if len(chunks) > 1 else ():
+            try:
+                self._map([c])
+            except DriverError as error:
+                last = error
+        return None if all(c.mapped for c in chunks) else last
+
+    def forget(self, chunks: Sequence[Chunk]) -> None:
+        """Chunks that cannot be mapped: their memory is free. Addresses and gates stay until `give_back`."""
+        with self._lock:
+            scratch = {id(h) for h in self._scratch.values()}
+        self._driver.release([c.handle for c in chunks if c.handle.place != HOST])
+        for c in chunks:
+            if c.handle.place == HOST and id(c.handle) not in scratch:
+                self.keep_host(c.handle)
+            if c.twin is not None:
+                self.keep_host(c.twin)
+                c.twin = None
 
     def copy_to(self, chunks: Sequence[Chunk], target: Place) -> float:
         """Taken chunks: their bytes are copied to new memory at `target`, which then appears at the same addresses.
 
         The chunks are of one size. Returns the moment (monotonic seconds) from which the memory that they left is free.
         On a way up from host memory the host copy is kept as the twin. Raises OutOfMemory, DeviceLost or Stuck with
-        nothing changed.
+        nothing changed, or DriverError with chunks that are not `mapped`.
         """
         driver = self._driver
         new: list[Handle] = []
@@ -150,26 +175,31 @@ class Backing:
             driver.unmap(stage)
             self._undo(chunks, new, area)
             raise
-        driver.unmap([*stage, *(c.address for c in chunks)])
+        self._unmap(chunks)
         old = [c.handle for c in chunks]
         if target == HOST:
+            for c, h in zip(chunks, new, strict=True):
+                c.handle = h
+                if h is c.twin:
+                    c.twin = None
             driver.release([h for h in old if h.place != HOST])  # mapping host memory takes long: the lender goes first
             free_from = time.monotonic()
+            driver.unmap(stage)
+            driver.unreserve([area])
+            self._map(chunks)
+            return free_from
+        driver.unmap(stage)
+        try:
             driver.map([(c.address, h) for c, h in zip(chunks, new, strict=True)])
-        else:
-            try:
-                driver.map([(c.address, h) for c, h in zip(chunks, new, strict=True)])
-            except DriverError:  # the target was lost just now: no address may be left with nothing behind it
-                driver.map([(c.address, h) for c, h in zip(chunks, old, strict=True)])
-                self._undo(chunks, new, area)
-                raise
-            driver.release([h for h in old if h.place != HOST])
-            free_from = time.monotonic()
+        except DriverError:  # the target was lost just now: the bytes are still where they were
+            self._undo(chunks, new, area)
+            self._map(chunks)
+            raise
+        driver.release([h for h in old if h.place != HOST])
+        free_from = time.monotonic()
         driver.unreserve([area])
         for c, h in zip(chunks, new, strict=True):
-            previous, c.handle = c.handle, h
-            if h is c.twin:
-                c.twin = None
+            previous, c.handle, c.mapped = c.handle, h, True
             if previous.place == HOST and c.droppable:
                 self.keep_host(previous)
             elif previous.place == HOST:
@@ -181,21 +211,23 @@ class Backing:
         """Taken chunks are given up: scratch memory of their own lease appears at their addresses.
 
         Returns the moment (monotonic seconds) from which their memory is free. Raises OutOfMemory with nothing changed
-        if there is no host memory for the scratch.
+        if there is no host memory for the scratch, or DriverError with chunks that are not `mapped`.
         """
         driver = self._driver
         scratch = {size: self._scratch_of(owner, size) for size in {c.size for c in chunks}}
-        driver.unmap([c.address for c in chunks])
-        driver.release([c.handle for c in chunks if c.handle.place != HOST])
+        held = [c for c in chunks if c.mapped]
+        self._unmap(held)
+        driver.release([c.handle for c in held if c.handle.place != HOST])
         free_from = time.monotonic()
-        for c in chunks:
+        for c in held:
             if c.handle.place == HOST:
                 self.keep_host(c.handle)
+        for c in chunks:
             if c.twin is not None:
                 self.keep_host(c.twin)
                 c.twin = None
             c.handle = scratch[c.size]
-        driver.map([(c.address, c.handle) for c in chunks])
+        self._map(chunks)
         return free_from
 
     def give_back(self, chunks: Sequence[Chunk], scratch_owner: str) -> None:
@@ -203,12 +235,14 @@ class Backing:
         driver = self._driver
         with self._lock:
             scratch = {id(h) for (owner, _), h in self._scratch.items() if owner == scratch_owner}
-        driver.unmap([c.address for c in chunks])
-        driver.release([c.handle for c in chunks if c.handle.place != HOST])
+        held = [c for c in chunks if c.mapped]  # of the others only the address is left
+        self._unmap(held)
+        driver.release([c.handle for c in held if c.handle.place != HOST])
         driver.unreserve([c.address for c in chunks])
-        for c in chunks:
+        for c in held:
             if c.handle.place == HOST and id(c.handle) not in scratch:
                 self.keep_host(c.handle)
+        for c in chunks:
             if c.twin is not None:
                 self.keep_host(c.twin)
                 c.twin = None
@@ -264,6 +298,16 @@ class Backing:
         return copied
 
     # --- inside ---
+
+    def _map(self, chunks: Sequence[Chunk]) -> None:
+        self._driver.map([(c.address, c.handle) for c in chunks])
+        for c in chunks:
+            c.mapped = True
+
+    def _unmap(self, chunks: Sequence[Chunk]) -> None:
+        self._driver.unmap([c.address for c in chunks])
+        for c in chunks:
+            c.mapped = False
 
     def _copy(self, home: GpuId, copies: Sequence[Copy]) -> None:
         """Copy on a stream of its own, behind no client's wait. Raises Stuck if it does not end, DriverError."""

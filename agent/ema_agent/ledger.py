@@ -4,7 +4,8 @@
     DIRTY, CLEAN, HOST → MOVING     its gate is closed, its bytes are on their way
     MOVING → DIRTY, CLEAN, HOST     arrived
     MOVING → DROPPED                given up, with the borrower's leave; its address shows scratch memory
-    DIRTY, CLEAN, MOVING → LOST     its GPU is gone and there was no true copy
+    DIRTY, CLEAN, MOVING → LOST     its GPU is gone and there was no true copy, or nothing can be mapped at its address
+    DROPPED → LOST                  the same, after it was dropped
     any → (free)                    the lease gave it back
 
 The ledger decides nothing and touches no memory. It belongs to one thread. A transition that is not drawn above raises
@@ -45,7 +46,7 @@ ALLOWED: dict[State, frozenset[State]] = {
     State.CLEAN: frozenset({State.DIRTY, State.MOVING, State.LOST}),
     State.HOST: frozenset({State.MOVING}),
     State.MOVING: frozenset({State.DIRTY, State.CLEAN, State.HOST, State.DROPPED, State.LOST}),
-    State.DROPPED: frozenset(),
+    State.DROPPED: frozenset({State.LOST}),
     State.LOST: frozenset(),
 }
 GONE: frozenset[State] = frozenset({State.DROPPED, State.LOST})
@@ -68,6 +69,8 @@ class Chunk:
     state: State
     handle: Handle
     """The memory mapped at `address`."""
+    mapped: bool = True
+    """Whether it is; else nothing is mapped there, and the gate must stay closed."""
     twin: Handle | None = None
     """Host memory with the same bytes, true while the gate's dirty word is 0."""
     last_used: float = 0.0

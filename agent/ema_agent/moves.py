@@ -1,6 +1,7 @@
 """Moves and drops: bytes leave the place where they are, and the ledger follows them.
 
-A chunk on its way counts where it will be. Whatever fails, a chunk ends where its bytes are and with its gate open.
+A chunk on its way counts where it will be. Whatever fails, a chunk ends where its bytes are and with its gate open; or,
+if no memory can be mapped behind its address, lost with its gate closed, and its owner is told.
 """
 
 import asyncio
@@ -23,6 +24,11 @@ BATCH: Final = 8
 ABREAST: Final = 2
 """Dirty batches of one move at once: the link never waits while memory is taken for the next batch and given back."""
 
+LANDING: Final = 2.0
+"""Seconds for which mapping a chunk is tried again before it is given up; its copies wait at its gate meanwhile."""
+PAUSE: Final = 0.02
+"""Seconds between two tries."""
+
 
 class Listener(Protocol):
     """Who hears what happened to leases: the sessions and the metrics."""
@@ -34,7 +40,7 @@ class Listener(Protocol):
         """Chunks are about to be dropped; called while their gates are still closed."""
 
     def lost(self, lease: Lease, region: Region, chunks: Sequence[int], cause: str) -> None:
-        """Chunks are gone with their GPU; their gates stay closed."""
+        """Chunks are gone, mostly with their GPU; their gates stay closed."""
 
     def granted(self, lease: Lease, region: Region) -> None:
         """The memory of a promise has arrived."""
@@ -107,16 +113,16 @@ class Moves:
                     node.held(move.source, -sum(c.size for c in freed))
                 # Only a reading from now on shows the lender its bytes; mapping the twins must not hold it up.
                 self.held_changed()
-                await self._work.in_thread(self._to_twin, freed)
             except DriverError as error:
                 self._failed_move([*clean, *dirty], move, move.source, error)
                 return
+            landed = await self._land(freed)
             self._record(move, freed, (taken - decided, free_from - decided), clean=True)
             dirty = stored + dirty
             if move.target == HOST:
-                self._arrived(freed, State.HOST, HOST)
+                self._arrived(landed, State.HOST, HOST)
             else:
-                await self._carry(freed, move, HOST)
+                await self._carry(landed, move, HOST)
         batches = iter([dirty[first : first + BATCH] for first in range(0, len(dirty), BATCH)])
         await asyncio.gather(*(self._carry_all(batches, move, decided) for _ in range(ABREAST)))
         await self.trim()
@@ -139,15 +145,44 @@ class Moves:
         for c in chunks:
             (untrue if c.twin is None or c.gate.dirty else true).append(c)
         taken = time.monotonic()
-        free_from = backing.vacate(true) if true else taken
-        backing.gates.open([c.gate for c in untrue])
+        try:
+            free_from = backing.vacate(true) if true else taken
+        finally:
+            backing.gates.open([c.gate for c in chunks if c.mapped])
         return true, untrue, taken, free_from
 
-    def _to_twin(self, chunks: list[Chunk]) -> None:
-        """On a worker: vacated chunks appear in host memory."""
-        if chunks:
-            self._backing.to_twin(chunks)
-            self._backing.gates.open([c.gate for c in chunks])
+    async def _land(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Map what is not mapped, and open its gate; those that are there at last. The others are lost."""
+        away, end = [c for c in chunks if not c.mapped], time.monotonic() + LANDING
+        while away:
+            why = await self._work.in_thread(self._appear, away)
+            away = [c for c in away if not c.mapped]
+            if why is not None and time.monotonic() >= end:
+                await self._give_up(away, str(why))
+                return [c for c in chunks if c.mapped]
+            if away:
+                await asyncio.sleep(PAUSE)
+        return list(chunks)
+
+    def _appear(self, chunks: list[Chunk]) -> DriverError | None:
+        """On a worker: map chunks, and open the gates of those that are mapped; what kept the others from it."""
+        why = self._backing.appear(chunks)
+        self._backing.gates.open([c.gate for c in chunks if c.mapped])
+        return why
+
+    async def _give_up(self, chunks: list[Chunk], why: str) -> None:
+        places = {c.handle.place for c in chunks}
+        with self._node.changing(places):
+            await self._work.in_thread(self._backing.forget, chunks)
+            for c in chunks:
+                self.held(c.handle.place, -c.size)
+        self._ledger.become_all(chunks, State.LOST)
+        by_region: dict[Region, list[int]] = defaultdict(list)
+        for c in chunks:
+            by_region[c.region].append(c.index)
+        for region, indices in by_region.items():
+            self._listener.lost(chunks[0].lease, region, indices, why)
+        self._wake()
 
     async def _carry(self, batch: list[Chunk], move: Move, source: Place) -> tuple[float, float] | None:
         """Copy a batch to the target; on failure it stays, or goes, where it is safe.
@@ -165,7 +200,8 @@ class Moves:
             if source != HOST and batch[0].handle.place == HOST:  # it got as far as there
                 self.held(source, -sum(c.size for c in batch))
                 source = HOST
-            self._failed_move(batch, move, source, error)
+            if landed := await self._land(batch):
+                self._failed_move(landed, move, source, error)
             return None
         if move.target == HOST:
             self._arrived(batch, State.HOST, HOST)
@@ -184,6 +220,11 @@ class Moves:
         else:
             self._rest(error, source, move.target)
         self._stay(chunks, source)
+
+    def _kept(self, chunks: Sequence[Chunk], error: DriverError) -> None:
+        """Chunks that were to be dropped are as they were."""
+        self._rest(error, chunks[0].place, chunks[0].place)
+        self._stay(chunks, chunks[0].place)
 
     def _stay(self, chunks: Sequence[Chunk], place: Place) -> None:
         """Chunks that were to leave are where they were."""
@@ -207,7 +248,7 @@ class Moves:
             free_from, *_ = [backing.copy_to(batch, target) for target in way]
             return taken, free_from
         finally:
-            backing.gates.open([c.gate for c in batch])
+            backing.gates.open([c.gate for c in batch if c.mapped])
 
     def _arrived(self, chunks: Sequence[Chunk], state: State, place: Place) -> None:
         self._ledger.become_all(chunks, state, place=place)
@@ -234,23 +275,37 @@ class Moves:
         lease, place = chunks[0].lease, chunks[0].place
         try:
             await self._work.in_thread(self._backing.take, chunks)
-            taken = time.monotonic()
-            with self._node.changing({place}):
-                free_from = await self._work.in_thread(self._backing.to_scratch, chunks, lease.id)
-                self.held(place, -sum(c.size for c in chunks))
         except DriverError as error:
-            self._backing.gates.open([c.gate for c in chunks])
-            self._rest(error, place, place)
-            self._stay(chunks, place)
+            self._kept(chunks, error)
             return
+        taken = free_from = time.monotonic()
+        try:
+            with self._node.changing({place}):
+                try:
+                    free_from = await self._work.in_thread(self._backing.to_scratch, chunks, lease.id)
+                finally:
+                    self.held(place, -sum(c.size for c in chunks if c.handle.place != place))
+        except DriverError as error:
+            if chunks[0].mapped:
+                self._backing.gates.open([c.gate for c in chunks])
+                self._kept(chunks, error)
+                return
         by_region: dict[int, list[int]] = defaultdict(list)
         self._ledger.become_all(chunks, State.DROPPED)
         for c in chunks:
             by_region[c.region.number].append(c.index)
-        # The client's notice word is written before the gate opens: whoever reads scratch can know it.
+        # The client's notice word is written before a gate opens: whoever reads scratch can know it.
         for number, indices in by_region.items():
             self._listener.dropped(lease, lease.regions[number], indices)
-        self._backing.gates.open([c.gate for c in chunks])
+        self._backing.gates.open([c.gate for c in chunks if c.mapped])
+        if away := [c for c in chunks if not c.mapped]:
+            for c in away:
+                c.busy = True  # a renewal must not give it back meanwhile
+            try:
+                await self._land(away)
+            finally:
+                for c in away:
+                    c.busy = False
         size = sum(c.size for c in chunks)
         self._listener.reclaimed(
             Reclaim(

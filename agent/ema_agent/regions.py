@@ -2,15 +2,18 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
-from ema_agent.ledger import Chunk, Lease, Region, State
+from ema_agent.ledger import GONE, Chunk, Lease, Region, State
 from ema_agent.line import Line
 from ema_agent.programs import Copies, Refusal
 from ema_agent.steward import Steward
 from ema_core import wire
+from ema_core.ids import Place
 from ema_core.wire import Kinds
 from ema_driver.errors import DriverError
 
@@ -36,6 +39,22 @@ class Waiter:
     renewed: frozenset[int] = frozenset()
     """For a renewal: the indices that were asked for again."""
     position: int = -1
+
+
+def fetch_rate(region: Region, rate: Callable[[Place], int]) -> int:
+    """Bytes per second of one fetch of a whole region: all of its bytes by the sum of what each place's take.
+
+    Copies of one client run on one stream, one after the other. `rate` is that from a place; 0, also for the whole,
+    where a path is barred. 0 for a region without bytes.
+    """
+    sizes = Counter[Place]()
+    for chunk in region.chunks:
+        if chunk is not None and chunk.state not in GONE:
+            sizes[chunk.place] += chunk.size
+    rates = {place: rate(place) for place in sizes}
+    if not sizes or not all(rates.values()):
+        return 0
+    return round(sum(sizes.values()) / sum(size / rates[place] for place, size in sizes.items()))
 
 
 class Regions:
@@ -115,9 +134,15 @@ class Regions:
         if region.promised or region.missing:
             return
         for waiter in [w for w in self.waiters if w.region is region]:
+            self.tell_rate(region, 0)
             self.waiters.remove(waiter)
             region.usable = len(region.chunks)
             self._line.send(wire.Done(waiter.request, len(region.chunks) * self._lease.chunk))
+
+    def tell_rate(self, region: Region, moved: int) -> None:
+        """Tell the client that so many bytes have moved, and at what rate a fetch of the whole region runs now."""
+        rate = fetch_rate(region, partial(self._steward.node.rate, target=self._lease.gpu))
+        self._line.tell(wire.Moved(region.number, moved, rate))
 
     def look(self, now: float) -> None:
         """From time to time: positions in the queue that changed, and requests whose time has run out."""
@@ -217,7 +242,9 @@ class Regions:
             raise
         del region.chunks[count:]
         region.holes = {i for i in region.holes if i < count}
-        if not region.chunks:
+        if region.chunks:
+            self.tell_rate(region, 0)
+        else:
             self._lease.regions.pop(region.number, None)
         self._steward.wake()
         return count * self._lease.chunk

@@ -26,7 +26,7 @@ from ema_agent.steward import Steward
 from ema_core import wire
 from ema_core.ids import Place
 from ema_core.wire import Kinds
-from ema_driver.errors import DriverError, InvalidUse, OutOfMemory
+from ema_driver.errors import DriverError, InvalidUse
 from ema_driver.protocol import MemoryDriver, Stream
 
 PENDING: Final = 64
@@ -204,6 +204,9 @@ class Session:
     def _grow_share(self, message: wire.GrowShare) -> None:
         self.share.grow(message)
         self._steward.wake()
+        if self.share.waiters:
+            # The next reading answers it, and that is slow to come while nothing is lent.
+            self._steward.moves.held_changed()
 
     def _share_is(self, message: wire.ShareIs) -> None:
         self.share.mapped_is(message)
@@ -255,7 +258,7 @@ class Session:
             c.busy = True
         lost = [c for c in lease.chunks() if c.state is State.LOST]
         if lost:
-            with suppress(OutOfMemory):  # without scratch memory for them their copies are dropped with the stream
+            with suppress(DriverError):  # without scratch memory for them their copies are dropped with the stream
                 await steward.work.in_thread(steward.backing.to_scratch, lost, lease.id)
         await self._let_pass()
         await self.line.hang_up()
@@ -287,7 +290,7 @@ class Session:
         Not on a worker thread: a client that keeps its page and writes to it must not keep reclaims waiting.
         """
         copies = self.copies
-        self._steward.backing.gates.open([c.gate for c in self.lease.chunks()])
+        self._steward.backing.gates.open([c.gate for c in self.lease.chunks() if c.mapped])
         flags = [
             slot * wire.SLOT_WORDS + wire.SLOT_FLAG
             for w in copies.windows.values()

@@ -27,7 +27,9 @@ class Region:
         self.size = 0
         """Bytes granted: whole chunks."""
         self.rate = pool.rate
-        """Bytes per second at which the slowest part is fetched now, as far as the agent has said."""
+        """Bytes per second of one fetch of the whole region, its parts one after the other from where they are now.
+
+        As far as the agent has said; 0 if a part cannot be fetched just now."""
         self.closed = False
         self._gone: tuple[int, list[int]] | None = None
         """The notice word when we asked, and which chunks were gone then."""

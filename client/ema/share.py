@@ -5,15 +5,27 @@ so the owner never has less than its full static share. Growth beyond the share 
 """
 
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ema import arguments, errors
 from ema_driver.errors import DriverError, OutOfMemory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ema.pool import Pool
     from ema.region import Region
     from ema_driver.protocol import Address, Handle
+
+
+@dataclass(slots=True)
+class Page:
+    """One chunk of the client's own GPU memory. `view` is made when it is first asked for, which takes a call each."""
+
+    address: "Address"
+    handle: "Handle"
+    view: memoryview | None = None
 
 
 class Share:
@@ -24,8 +36,10 @@ class Share:
         self.page_bytes = pool.chunk
         self.size = size
         """Bytes of the static share: whole pages."""
-        self._pages: list[tuple[Address, Handle, memoryview | None]] = []
+        self._pages: list[Page] = []
         self._lock = threading.Lock()
+        self._views = threading.Lock()
+        """Held while a page's view is made, so that no page goes meanwhile."""
         self.closed = False
         self.beyond: Region | None = None
         """What was borrowed beyond the share; None while nothing is."""
@@ -42,16 +56,20 @@ class Share:
 
     def page(self, index: int) -> memoryview:
         """A local page's bytes, where the driver maps them for the CPU."""
-        view = self._page(index)[2]
-        if view is None:
-            raise errors.EmaError("this driver's memory is not mapped for the CPU; use the page's address on the GPU")
-        return view
+        with self._views:
+            page = self._page(index)
+            if page.view is None:
+                page.view = self._pool.view(int(page.address), self.page_bytes)
+            if page.view is None:
+                what = "this driver's memory is not mapped for the CPU; use the page's address on the GPU"
+                raise errors.EmaError(what)
+            return page.view
 
     def address(self, index: int) -> int:
         """Where a local page is mapped on the client's GPU."""
-        return int(self._page(index)[0])
+        return int(self._page(index).address)
 
-    def _page(self, index: int) -> "tuple[Address, Handle, memoryview | None]":
+    def _page(self, index: int) -> Page:
         return self._pages[arguments.whole("index", index, 0, len(self._pages) - 1)]
 
     def grow(self, size: int, timeout: float = 2.0) -> None:
@@ -97,32 +115,32 @@ class Share:
     def _grow_own(self, own: int, timeout: float) -> None:
         driver, gpu = self._pool.driver, self._pool.gpu
         self._pool.ask_share(self, own * self.page_bytes, timeout)
-        made: list[Handle] = []
+        made: Sequence[Handle] = ()
+        addresses: list[Address] = []
         try:
-            made.extend(driver.create(gpu, self.page_bytes) for _ in range(own - len(self._pages)))
-        except OutOfMemory as error:
-            driver.release(made)
-            self._pool.share_is()
-            raise errors.OutOfMemory(str(error)) from error
+            made = driver.create_many(gpu, self.page_bytes, own - len(self._pages))
+            addresses.extend(driver.reserve_many(self.page_bytes, len(made)))
+            driver.map(list(zip(addresses, made, strict=True)))
         except DriverError as error:
+            driver.unreserve(addresses)
             driver.release(made)
             self._pool.share_is()
+            if isinstance(error, OutOfMemory):
+                raise errors.OutOfMemory(str(error)) from error
             raise errors.EmaError(f"the driver refused: {error}") from error
-        addresses = [driver.reserve(self.page_bytes) for _ in made]
-        driver.map(list(zip(addresses, made, strict=True)))
-        view = self._pool.view
-        self._pages += [(a, h, view(int(a), self.page_bytes)) for a, h in zip(addresses, made, strict=True)]
+        self._pages += [Page(a, h) for a, h in zip(addresses, made, strict=True)]
         self._pool.share_is()
 
     def _shrink_own(self, own: int) -> None:
-        gone, self._pages = self._pages[own:], self._pages[:own]
+        with self._views:
+            gone, self._pages = self._pages[own:], self._pages[:own]
         if not gone:
             return
-        for _, _, view in gone:
-            if view is not None:
-                view.release()
+        for page in gone:
+            if page.view is not None:
+                page.view.release()
         driver = self._pool.driver
-        driver.unmap([a for a, _, _ in gone])
-        driver.unreserve([a for a, _, _ in gone])
-        driver.release([h for _, h, _ in gone])
+        driver.unmap([p.address for p in gone])
+        driver.unreserve([p.address for p in gone])
+        driver.release([p.handle for p in gone])
         self._pool.share_is()

@@ -265,7 +265,11 @@ class Queued(Message, frozen=True):
 
 
 class Moved(Message, frozen=True):
-    """Bytes of a region changed place; `rate` is what the slowest part of it is now fetched at, bytes per second."""
+    """Bytes of a region came, went or (`size`, if not 0) changed place.
+
+    `rate`: bytes per second of one fetch of the whole region from now on, its copies one after the other. 0: a path is
+    barred.
+    """
 
     region: int
     size: int

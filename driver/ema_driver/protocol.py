@@ -237,6 +237,10 @@ class MemoryDriver(Protocol):
         """Take physical memory, zeroed. Raises OutOfMemory, DeviceLost, InvalidUse (size)."""
         ...
 
+    def create_many(self, place: Place, size: int, count: int) -> Sequence[Handle]:
+        """`count` (0 or more) pieces of `size` bytes each, zeroed: all, or none and what `create` raises."""
+        ...
+
     def export(self, handle: Handle) -> int:
         """A new descriptor of the memory, close-on-exec; the caller closes it."""
         ...
@@ -254,6 +258,10 @@ class MemoryDriver(Protocol):
 
     def reserve(self, size: int) -> Address:
         """Reserve an address range with nothing mapped in it."""
+        ...
+
+    def reserve_many(self, size: int, count: int) -> Sequence[Address]:
+        """`count` (0 or more) ranges of `size` bytes each, all or none; each is given up by itself."""
         ...
 
     def unreserve(self, addresses: Sequence[Address]) -> None:

@@ -22,7 +22,7 @@ MAY: dict[str, set[str]] = {
     "clean": {"dirty", "moving", "lost"},
     "host": {"moving"},
     "moving": {"dirty", "clean", "host", "dropped", "lost"},
-    "dropped": set(),
+    "dropped": {"lost"},
     "lost": set(),
 }
 """The drawing at the top of the module, written down a second time."""

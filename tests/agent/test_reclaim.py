@@ -9,6 +9,7 @@ import pytest
 from ema_agent.ledger import Chunk, State
 from ema_agent.own_share import OwnShare
 from ema_core import wire
+from ema_driver.errors import DriverError
 from nodes import MIB, TINY, Borrower, Node, pattern, until
 
 SIZE = 12 * MIB
@@ -71,13 +72,13 @@ def test_a_lender_has_its_bytes_before_the_copies_in_host_memory_are_mapped(make
     region.store(data, at=0)
     assert node.lent(1) > 0
     all_clean(node)
-    goes_on, to_twin = threading.Event(), node.agent.backing.to_twin
+    goes_on, appear = threading.Event(), node.agent.backing.appear
 
-    def wait(chunks: Sequence[Chunk]) -> None:
+    def wait(chunks: Sequence[Chunk]) -> DriverError | None:
         assert goes_on.wait(10.0)
-        to_twin(chunks)
+        return appear(chunks)
 
-    node.agent.backing.to_twin = wait  # type: ignore[method-assign]
+    node.agent.backing.appear = wait  # type: ignore[method-assign]
     try:
         share.grow(14 * MIB)
     finally:

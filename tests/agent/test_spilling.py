@@ -35,7 +35,25 @@ def test_first_to_a_peer_then_to_the_host(make_node: Callable[..., Node]) -> Non
     node.take_all_but(3, 2 * MIB)
     until(lambda: node.lent(-1) == 6 * MIB)
     assert right(region)
-    assert region.rate == 1_000_000_000, "the client knows that it is slower now"
+    until(lambda: region.rate == 1_000_000_000, saying="the client knows that it is slower now")
+
+
+def test_the_rate_of_a_region_is_that_of_one_fetch_of_all_of_it(make_node: Callable[..., Node]) -> None:
+    node = make_node(TINY)
+    for gpu in (2, 3):
+        node.take_all_but(gpu, 2 * MIB)
+    client = node.connect(0)
+    region = client.region(8 * MIB)
+    assert region.rate == 4_000_000_000
+    node.take_all_but(1, 6 * MIB)
+    until(lambda: 0 < node.lent(-1) < 8 * MIB)
+    node.settle()
+    far = node.lent(-1)
+    assert 0 < far < 8 * MIB
+    seconds = far / 1_000_000_000 + (8 * MIB - far) / 4_000_000_000
+    until(lambda: region.rate == round(8 * MIB / seconds), saying="the client knows the rate of all of it")
+    region.shrink(CHUNK)
+    assert region.rate in (4_000_000_000, 1_000_000_000), "what is left is in one place"
 
 
 def test_bytes_come_back_from_the_host_when_a_lender_has_room(make_node: Callable[..., Node]) -> None:

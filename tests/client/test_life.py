@@ -1,11 +1,14 @@
 """Opening, closing, twice and too late; agents that go and come."""
 
 import threading
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 
 import ema
+from ema_driver.sim import SimDriver, wire
 from nodes import Node, node, pool, sim, until
 
 
@@ -152,6 +155,26 @@ def test_share_grows_shrinks_and_goes_beyond(shared_node: Node, client: ema.Pool
     assert share.local == 2 * chunk
     share.close()
     assert shared_node.memory(0).free == free
+
+
+def test_a_share_grows_by_hundreds_of_pages_with_few_calls(client: ema.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    share = client.share(128 * client.chunk)
+    assert isinstance(client.driver, SimDriver)
+    calls: list[str] = []
+    ask = client.driver._channel.ask
+
+    def counted(call: wire.Call, fds: Sequence[int] = ()) -> tuple[Any, list[int]]:
+        calls.append(type(call).__name__)
+        return ask(call, fds)
+
+    monkeypatch.setattr(client.driver._channel, "ask", counted)
+    share.grow(128 * client.chunk)
+    assert calls == ["Create", "Reserve", "Map"]
+    assert bytes(share.page(127)) == bytes(client.chunk)
+    share.page(127)[:4] = b"mine"
+    assert bytes(share.page(127)[:4]) == b"mine"
+    share.shrink(client.chunk)
+    share.close()
 
 
 def connected(client: ema.Pool, after: int) -> bool:

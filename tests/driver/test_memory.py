@@ -120,6 +120,37 @@ def test_batches_do_all_or_nothing(driver: MemoryDriver, gpus: list[GpuId], unit
     driver.map([(at, second)])
 
 
+def test_many_pieces_are_made_in_one_call_and_are_each_their_own(
+    driver: MemoryDriver, gpus: list[GpuId], unit: int
+) -> None:
+    handles = driver.create_many(gpus[0], unit, 3)
+    addresses = driver.reserve_many(unit, 3)
+    assert len({id(h) for h in handles}) == len(set(addresses)) == 3
+    assert {(h.place, h.size) for h in handles} == {(gpus[0], unit)}
+    driver.map(list(zip(addresses, handles, strict=True)))
+    driver.write(addresses[1], pattern(3, 1, unit))
+    assert [driver.read(a, unit) for a in addresses] == [bytes(unit), pattern(3, 1, unit), bytes(unit)]
+    driver.unmap([addresses[0]])
+    driver.unreserve([addresses[0]])
+    driver.release([handles[0]])
+    assert driver.read(addresses[1], unit) == pattern(3, 1, unit)
+    assert not driver.create_many(gpus[0], unit, 0)
+    assert not driver.reserve_many(unit, 0)
+    for refused in (lambda: driver.create_many(gpus[0], unit, -1), lambda: driver.reserve_many(unit, -1)):
+        with pytest.raises(InvalidUse, match="-1"):
+            refused()
+
+
+def test_many_pieces_are_made_all_or_none(backend: Backend, driver: MemoryDriver, gpus: list[GpuId]) -> None:
+    before = free(driver, gpus[0])
+    piece = max(driver.granularity(gpus[0]), before // 4 // driver.granularity(gpus[0]) * driver.granularity(gpus[0]))
+    with pytest.raises(OutOfMemory) as error:
+        driver.create_many(gpus[0], piece, 6)
+    assert error.value.place == gpus[0]
+    assert free(driver, gpus[0]) == backend.about(before)
+    driver.release(driver.create_many(gpus[0], piece, 2))
+
+
 def test_a_released_or_foreign_handle_cannot_be_used(
     backend: Backend, driver: MemoryDriver, gpus: list[GpuId], unit: int
 ) -> None:

@@ -70,7 +70,7 @@ def test_chunks_move_between_host_and_gpu_under_a_running_graph(cuda: MemoryDriv
     def clean() -> None:
         backing.take(chunks)
         backing.vacate(chunks)
-        backing.to_twin(chunks)
+        assert backing.appear(chunks) is None
 
     def dirty() -> None:
         for c in chunks:

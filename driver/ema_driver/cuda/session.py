@@ -107,6 +107,18 @@ class CudaDriver:
             undo.pop_all()
         return self._keep(CudaHandle(place, size, raw, self._api))
 
+    def create_many(self, place: Place, size: int, count: int) -> list[CudaHandle]:
+        """Many pieces of memory, all or none. The driver makes them one by one."""
+        if count < 0:
+            raise InvalidUse(f"create: count {count}; must be 0 or more")
+        made: list[CudaHandle] = []
+        try:
+            made.extend(self.create(place, size) for _ in range(count))
+        except BaseException:
+            self.release(made)
+            raise
+        return made
+
     def export(self, handle: Handle) -> int:
         """A new descriptor of the memory, close-on-exec; the caller closes it."""
         (own,) = distinct([handle], self._api, "export")
@@ -138,6 +150,18 @@ class CudaDriver:
             address = int(self._api.call("cuMemAddressReserve", size, self._physical.granularity, 0, 0))
         self._space.enter(address, size)
         return Address(address)
+
+    def reserve_many(self, size: int, count: int) -> list[Address]:
+        """Many ranges, all or none. The driver makes them one by one."""
+        if count < 0:
+            raise InvalidUse(f"reserve: count {count}; must be 0 or more")
+        made: list[Address] = []
+        try:
+            made.extend(self.reserve(size) for _ in range(count))
+        except BaseException:
+            self.unreserve(made)
+            raise
+        return made
 
     def unreserve(self, addresses: Sequence[Address]) -> None:
         """Give address ranges up, all or none."""

@@ -65,10 +65,21 @@ class HungQueries(_Fault, tag="hung-queries", frozen=True):
 
 
 class RefusedMemory(_Fault, tag="refused-memory", frozen=True):
-    """The next `creates` creations at the place fail for want of memory (0: all, until cleared)."""
+    """The next `creates` calls that create at the place fail for want of memory (0: all, until cleared)."""
 
     place: PlaceNumber
     creates: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class RefusedMapping(_Fault, tag="refused-mapping", frozen=True):
+    """Memory at the place exists and cannot be mapped: the next `maps` calls fail (0: all, until cleared).
+
+    `after` so many calls that still succeed.
+    """
+
+    place: PlaceNumber
+    maps: Annotated[int, msgspec.Meta(ge=0)] = 0
+    after: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class UnsupportedMemory(_Fault, tag="unsupported-memory", frozen=True):
@@ -98,6 +109,7 @@ Fault = (
     | HungLink
     | HungQueries
     | RefusedMemory
+    | RefusedMapping
     | UnsupportedMemory
     | NonsenseMemory
     | StuckMemory

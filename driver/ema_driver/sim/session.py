@@ -88,10 +88,25 @@ class SimDriver:
 
     def create(self, place: Place, size: int) -> SimHandle:
         """Take physical memory, zeroed. Raises OutOfMemory, DeviceLost, InvalidUse (size)."""
+        (handle,) = self.create_many(place, size, 1)
+        return handle
+
+    def create_many(self, place: Place, size: int, count: int) -> list[SimHandle]:
+        """Many pieces of memory, all or none."""
         if size < 0:
             raise InvalidUse(f"create: size {size}; must be positive")
-        number = self._ask(int, wire.Create(self._channel.seq(), place, size))
-        return SimHandle(place, size, number, self)
+        if count < 0:
+            raise InvalidUse(f"create: count {count}; must be 0 or more")
+        made: list[SimHandle] = []
+        try:
+            while batch := min(count - len(made), wire.CREATE_LIMIT):
+                numbers = self._ask(list[int], wire.Create(self._channel.seq(), place, size, batch))
+                made += [SimHandle(place, size, number, self) for number in numbers]
+        except BaseException:
+            if made:
+                self.release(made)
+            raise
+        return made
 
     def export(self, handle: Handle) -> int:
         """A new descriptor of the memory, close-on-exec; the caller closes it."""
@@ -119,9 +134,16 @@ class SimDriver:
 
     def reserve(self, size: int) -> Address:
         """Reserve an address range with nothing mapped in it."""
+        (address,) = self.reserve_many(size, 1)
+        return address
+
+    def reserve_many(self, size: int, count: int) -> list[Address]:
+        """Many ranges, all or none."""
         if size < 0:
             raise InvalidUse(f"reserve: size {size}; must be positive")
-        return Address(self._ask(int, wire.Reserve(self._channel.seq(), size)))
+        if not 0 <= count <= wire.RESERVE_LIMIT:
+            raise InvalidUse(f"reserve: count {count}; must be 0 to {wire.RESERVE_LIMIT}")
+        return [Address(a) for a in self._ask(list[int], wire.Reserve(self._channel.seq(), size, count))]
 
     def unreserve(self, addresses: Sequence[Address]) -> None:
         """Give address ranges up, all or none."""

@@ -15,12 +15,16 @@ import msgspec
 from ema_driver import shared_memory
 from ema_driver.sim.faults import Fault
 
-VERSION = 1
+VERSION = 2
 IN_FILE = b"\x00"
 INLINE_LIMIT = 64 << 10
 """Bytes; the kernel refuses messages above about 212 KB."""
 BODY_LIMIT = 16 << 20
 MAX_FDS = 64
+RESERVE_LIMIT = 100_000
+"""Address ranges that one call reserves."""
+CREATE_LIMIT = 512
+"""Pieces of memory that one call creates: others' calls wait for as long as that takes."""
 ARMED = -1
 """Last word of a page file: not 0 while a stream may wait for a word of it, so that `store` rings the doorbell."""
 SLEPT = -2
@@ -111,11 +115,12 @@ class Memory(msgspec.Struct, array_like=True, frozen=True, tag=13):
 
 
 class Create(msgspec.Struct, array_like=True, frozen=True, tag=14):
-    """→ handle."""
+    """`count` pieces of memory, all or none → list of handles."""
 
     seq: Natural
     place: str
     size: Natural
+    count: Annotated[int, msgspec.Meta(ge=1, le=CREATE_LIMIT)]
 
 
 class Export(msgspec.Struct, array_like=True, frozen=True, tag=15):
@@ -140,10 +145,11 @@ class Release(msgspec.Struct, array_like=True, frozen=True, tag=17):
 
 
 class Reserve(msgspec.Struct, array_like=True, frozen=True, tag=18):
-    """→ address."""
+    """`count` ranges, all or none → list of addresses."""
 
     seq: Natural
     size: Natural
+    count: Annotated[int, msgspec.Meta(ge=0, le=RESERVE_LIMIT)]
 
 
 class Unreserve(msgspec.Struct, array_like=True, frozen=True, tag=19):

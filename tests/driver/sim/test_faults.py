@@ -10,7 +10,7 @@ import pytest
 from driver.gates import window
 from driver.sim.conftest import MIB, SMALL
 from ema_core.ids import HOST, GpuId
-from ema_driver.errors import DeviceLost, InvalidUse, OutOfMemory
+from ema_driver.errors import DeviceLost, DriverError, InvalidUse, OutOfMemory
 from ema_driver.protocol import Copy, HealthKind, Wait, Write
 from ema_driver.sim import SimConfig, SimDriver, SimServer, faults
 
@@ -129,6 +129,27 @@ def test_memory_is_refused_as_often_as_asked(driver: SimDriver) -> None:
             driver.create(HOST, MIB)
     driver.clear(faults.RefusedMemory(place=-1))
     driver.create(HOST, MIB)
+
+
+def test_mapping_is_refused_after_as_many_calls_as_asked(driver: SimDriver) -> None:
+    gpu = ids(driver)[0]
+    at, here, host = driver.reserve(MIB), driver.create(gpu, MIB), driver.create(HOST, MIB)
+    driver.inject(faults.RefusedMapping(place=-1, maps=2, after=1))
+    driver.map([(at, host)])
+    driver.unmap([at])
+    for _ in range(2):
+        with pytest.raises(DriverError, match="cannot be mapped"):
+            driver.map([(at, host)])
+    driver.map([(at, host)])
+    driver.unmap([at])
+    driver.inject(faults.RefusedMapping(place=0))
+    for _ in range(3):
+        with pytest.raises(DriverError, match="cannot be mapped"):
+            driver.map([(at, here)])
+    driver.map([(at, host)])
+    driver.unmap([at])
+    driver.clear(faults.RefusedMapping(place=0))
+    driver.map([(at, here)])
 
 
 def test_stuck_memory_stays_taken_after_everybody_gave_it_up(driver: SimDriver) -> None:

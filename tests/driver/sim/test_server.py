@@ -139,7 +139,7 @@ def test_malformed_messages_cost_only_their_own_session(driver: SimDriver) -> No
     rand = random.Random(5)
     valid = [
         wire.encode(wire.Hello(1, 1)),
-        wire.encode(wire.Create(1, gpu, 4096)),
+        wire.encode(wire.Create(1, gpu, 4096, 2)),
         wire.encode(wire.Map(1, ((1, 1), (2, 2)))),
         wire.encode(wire.Enqueue(1, (wire.CopyOp(1, 2, 3), wire.WaitOp(0, 0, 0)))),
         wire.encode(wire.Launch(4)),

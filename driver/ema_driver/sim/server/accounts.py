@@ -9,12 +9,12 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from queue import SimpleQueue
 
 from ema_core.ids import Place
 from ema_driver import shared_memory
-from ema_driver.errors import InvalidUse, OutOfMemory
+from ema_driver.errors import DriverError, InvalidUse, OutOfMemory
 from ema_driver.sim.server.loop import Loop
 
 
@@ -76,6 +76,8 @@ class Accounts:
         self.used = dict.fromkeys(capacity, 0)
         self.refused: dict[Place, int] = {}
         """Creations still to be refused; -1: all."""
+        self.unmappable: dict[Place, tuple[int, int]] = {}
+        """Mappings that still succeed, and those to be refused after them; -1: all."""
         self.stuck: set[Place] = set()
         """Places where nothing that is given up becomes free."""
         self._by_inode: dict[int, Allocation] = {}
@@ -85,26 +87,43 @@ class Accounts:
         self._dead: SimpleQueue[list[Allocation]] = SimpleQueue()
         threading.Thread(target=self._bury, name="frees", daemon=True).start()
 
-    def create(self, place: Place, size: int) -> Allocation:
-        """Take memory. Raises OutOfMemory."""
+    def create(self, place: Place, size: int, count: int) -> list[Allocation]:
+        """Take memory in `count` pieces, all or none. Raises OutOfMemory."""
         left = self.refused.get(place, 0)
         if left:
             if left > 0:
                 self.refused[place] = left - 1
             raise OutOfMemory(place, size, 0)
-        if self.free(place) < size:
+        if self.free(place) < size * count:
             self.collect()
-        if self.free(place) < size:
-            raise OutOfMemory(place, size, self.free(place))
+        if (free := self.free(place)) < size * count:
+            raise OutOfMemory(place, size * count, free)
+        made: list[Allocation] = []
         try:
-            allocation = Allocation(place, size)
+            made.extend(self._make(place, size) for _ in range(count))
         except OSError as error:
+            for allocation in made:
+                self.settle(allocation)
             if error.errno not in {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC}:
                 raise
-            raise OutOfMemory(place, size, self.free(place)) from error
+            raise OutOfMemory(place, size * count, self.free(place)) from error
+        return made
+
+    def _make(self, place: Place, size: int) -> Allocation:
+        allocation = Allocation(place, size)
         self.used[place] += size
         self._by_inode[allocation.inode] = allocation
         return allocation
+
+    def check_mapping(self, places: Collection[Place]) -> None:
+        """A call that maps memory at these places. Raises DriverError where that is refused."""
+        for place in self.unmappable.keys() & places:
+            after, left = self.unmappable[place]
+            if after:
+                self.unmappable[place] = after - 1, left
+            elif left:
+                self.unmappable[place] = 0, left - 1 if left > 0 else left
+                raise DriverError(f"memory at {place} cannot be mapped")
 
     def free(self, place: Place) -> int:
         """Bytes free, as far as known without asking (`collect`)."""

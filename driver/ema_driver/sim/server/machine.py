@@ -147,16 +147,14 @@ class Machine:
                 self._hung.add(self._gpu(fault.gpu))
             case faults.RefusedMemory():
                 self.accounts.refused[self.place(fault.place)] = fault.creates or -1
+            case faults.RefusedMapping():
+                self.accounts.unmappable[self.place(fault.place)] = fault.after, fault.maps or -1
             case faults.StuckMemory():
                 self.accounts.stuck.add(self.place(fault.place))
             case faults.UnsupportedMemory() | faults.NonsenseMemory():
                 self._memory_faults[self._gpu(fault.gpu)] = fault
-            case faults.LyingPair():
-                self._pair(fault.source, fault.target).lie = fault.how
-            case faults.SlowLink():
-                self._pair(fault.source, fault.target).factor = fault.factor
-            case faults.HungLink():
-                self._pair(fault.source, fault.target).hung = True
+            case _:
+                self._spoil_link(fault)
 
     def clear(self, fault: faults.Fault) -> None:
         """Undo a fault; harmless if it did not happen. Raises InvalidUse."""
@@ -174,12 +172,24 @@ class Machine:
                     callback()
             case faults.RefusedMemory():
                 self.accounts.refused.pop(self.place(fault.place), None)
+            case faults.RefusedMapping():
+                self.accounts.unmappable.pop(self.place(fault.place), None)
             case faults.StuckMemory():
                 self.accounts.stuck.discard(self.place(fault.place))
             case faults.UnsupportedMemory() | faults.NonsenseMemory():
                 self._memory_faults.pop(self._gpu(fault.gpu), None)
             case _:
                 self._clear_link(fault)
+
+    def _spoil_link(self, fault: faults.LyingPair | faults.SlowLink | faults.HungLink) -> None:
+        lane = self._pair(fault.source, fault.target)
+        match fault:
+            case faults.LyingPair():
+                lane.lie = fault.how
+            case faults.SlowLink():
+                lane.factor = fault.factor
+            case faults.HungLink():
+                lane.hung = True
 
     def _clear_link(self, fault: faults.LyingPair | faults.SlowLink | faults.HungLink) -> None:
         lane = self._pair(fault.source, fault.target)

@@ -135,9 +135,12 @@ class Session(Connection):
             raise lost(gpu)
         return gpu
 
-    def _number(self, kept: dict[int, Any]) -> int:
-        if len(kept) >= OBJECT_LIMIT:
+    def _room(self, kept: dict[int, Any], count: int) -> None:
+        if len(kept) + count > OBJECT_LIMIT:
             raise InvalidUse(f"more than {OBJECT_LIMIT} objects of one kind in one session")
+
+    def _number(self, kept: dict[int, Any]) -> int:
+        self._room(kept, 1)
         self._numbers += 1
         return self._numbers
 
@@ -173,8 +176,8 @@ class Session(Connection):
         if call.size <= 0 or call.size % granularity:
             raise InvalidUse(f"create: size {call.size}; must be a positive multiple of {granularity}")
         place = HOST if call.place == HOST and self._guest is None else self._own(call.place)
-        self._number(self._handles)
-        self.reply(call.seq, self._keep(self._accounts.create(place, call.size)))
+        self._room(self._handles, call.count)
+        self.reply(call.seq, [self._keep(a) for a in self._accounts.create(place, call.size, call.count)])
 
     def export(self, call: wire.Export, _: Sequence[int]) -> None:
         """A descriptor of an open file description of its own."""
@@ -211,7 +214,7 @@ class Session(Connection):
 
     def reserve(self, call: wire.Reserve, _: Sequence[int]) -> None:
         """Numbers only."""
-        self.reply(call.seq, self._run.space.reserve(call.size))
+        self.reply(call.seq, self._run.space.reserve(call.size, call.count))
 
     def unreserve(self, call: wire.Unreserve, _: Sequence[int]) -> None:
         """All or none."""
@@ -220,10 +223,11 @@ class Session(Connection):
 
     def map(self, call: wire.Map, _: Sequence[int]) -> None:
         """All or none."""
-        for _address, number in call.pairs:
-            allocation = self._handles.get(number)
-            if allocation is not None and allocation.lost:
+        wanted = [a for _, number in call.pairs if (a := self._handles.get(number)) is not None]
+        for allocation in wanted:
+            if allocation.lost:
                 raise lost(GpuId(allocation.place))
+        self._accounts.check_mapping({a.place for a in wanted})
         self._run.space.map(call.pairs, self._handles)
         self.reply(call.seq)
 

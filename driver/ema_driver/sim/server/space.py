@@ -33,18 +33,19 @@ class AddressSpace:
         self._mapped: dict[int, Mapped] = {}
         self._starts: list[int] = []
 
-    def reserve(self, size: int) -> int:
-        """A fresh range. Raises InvalidUse."""
+    def reserve(self, size: int, count: int) -> list[int]:
+        """Fresh ranges. Raises InvalidUse."""
         if size <= 0 or size % self._granularity:
             raise InvalidUse(f"reserve: size {size}; must be a positive multiple of {self._granularity}")
-        address = self._next
-        if address + size > _LAST:
-            raise InvalidUse(f"reserve: size {size}; the address space has {_LAST - address} bytes left")
         # An unused gap behind every range: a copy that runs over the end is a fault, not a neighbour's bytes.
-        self._next = address + size + self._granularity
-        self._ranges[address] = address + size
-        self._range_starts.append(address)
-        return address
+        first, step = self._next, size + self._granularity
+        if first + step * count > _LAST:
+            raise InvalidUse(f"reserve: {count} × size {size}; the address space has {_LAST - first} bytes left")
+        self._next = first + step * count
+        addresses = [first + step * i for i in range(count)]
+        self._ranges.update((a, a + size) for a in addresses)
+        self._range_starts += addresses
+        return addresses
 
     def unreserve(self, addresses: Sequence[int]) -> None:
         """Give ranges up. Raises InvalidUse and changes nothing if one is unknown, named twice or in use."""
