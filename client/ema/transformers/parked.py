@@ -102,7 +102,11 @@ class Parked:
     @contextmanager
     def _slots(self) -> Iterator[Seen]:
         """Two slots, which take memory only while something moves."""
-        window = self._pool.window(2, self._slot)
+        try:
+            window = self._pool.window(2, self._slot)
+        except errors.OutOfMemory:
+            self._order.trim()
+            window = self._pool.window(2, self._slot)
         seen: Seen = [(slot, bytes_at(self._pool, slot.address, slot.size)) for slot in window.slots]
         try:
             yield seen
