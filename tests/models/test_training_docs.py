@@ -12,7 +12,8 @@ from nodes import Node
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["training"])
+@pytest.mark.parametrize("page", ["training", "transformers"])
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # newer ones call it `cache`
 def test_every_snippet_runs(torch_node: Node, monkeypatch: pytest.MonkeyPatch, page: str) -> None:
     monkeypatch.setenv("EMA_SOCKET", torch_node.socket)
     monkeypatch.setenv("EMA_GPU", torch_node.gpus[0])

@@ -1,0 +1,5 @@
+"""Caches for transformers on lent memory. Needs torch and transformers; nothing else of `ema` imports it."""
+
+from ema.transformers.cache import ElasticCache
+
+__all__ = ["ElasticCache"]
