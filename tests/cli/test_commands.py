@@ -80,7 +80,7 @@ def test_status_for_people_and_for_programs(up: Up) -> None:
     assert answer["ready"] is True
     gpus = answer["gpus"]
     assert isinstance(gpus, list)
-    assert [g["total"] for g in gpus] == [256 * MIB] * 4
+    assert [(g["index"], g["total"]) for g in gpus] == [(i, 256 * MIB) for i in range(4)]
     table = run(up.folder, "status").stdout
     assert "4 × Simulated H200" in table
     assert gpus[0]["id"][:12] in table

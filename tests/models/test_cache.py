@@ -352,3 +352,34 @@ def test_pieces_hold_every_byte_once() -> None:
             assert part.start == found[part.tensor]
             found[part.tensor] += part.size
     assert list(found.values()) == sizes
+
+
+def test_a_tensor_with_gaps_is_made_dense_once_and_may_not_fit(
+    client: ema.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = model_of(client), prompt_of(client)
+    monkeypatch.setattr(parked_module, "SLOT", client.granularity)  # many slots for each tensor
+    made: list[int] = []
+    dense = parked_module._bytes
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        made.append(tensor.nbytes)
+        return dense(tensor)
+
+    with ElasticCache(model.config, client) as cache:
+        go_on(model, prompt, cache)
+        cache.crop(-3)
+        before, held = tensors(cache), len(cache.layers) * 2
+        monkeypatch.setattr(parked_module, "_bytes", counted)
+        cache.park()
+        assert len(made) == held
+        cache.resume()
+        assert all(map(torch.equal, tensors(cache), before))
+
+        def full(_tensor: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError
+
+        monkeypatch.setattr(parked_module, "_bytes", full)
+        with pytest.raises(ema.OutOfMemory, match="gaps"):
+            cache.park()
+        assert all(map(torch.equal, tensors(cache), before))

@@ -82,18 +82,28 @@ class Parked:
 
     def _store(self, tensors: Sequence[torch.Tensor]) -> None:
         tickets = []
+        current, flat = -1, torch.empty(0)
         with self._slots() as slots:
             for number, piece in enumerate(self._pieces):
                 slot, seen = slots[number % 2]
                 slot.wait_empty()
                 for part in piece:
-                    of = _bytes(tensors[part.tensor])[part.start : part.start + part.size]
-                    seen[part.at : part.at + part.size].copy_(of)
+                    if part.tensor != current:  # parts come in the tensors' order: one with gaps is made dense once
+                        current, flat = part.tensor, self._dense(tensors[part.tensor])
+                    seen[part.at : part.at + part.size].copy_(flat[part.start : part.start + part.size])
                 step = self._region.step(slot, number * self._slot, self._length(number))
                 tickets.append(self._pool.run([step], store=True))
                 self._hand.filled(slot)
             for ticket in tickets:
                 ticket.wait()
+
+    def _dense(self, tensor: torch.Tensor) -> torch.Tensor:
+        try:
+            return _bytes(tensor)
+        except torch.OutOfMemoryError as error:
+            raise errors.OutOfMemory(
+                f"{tensor.nbytes} bytes with gaps between them are to be stored: {error}"
+            ) from error
 
     def _length(self, number: int) -> int:
         last = self._pieces[number][-1]
