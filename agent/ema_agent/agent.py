@@ -350,6 +350,7 @@ class Agent:
         """Tell the client which bytes it must not use; their gates stay closed."""
         self.figures.lost(lease.pool, len(chunks) * lease.chunk)
         if (session := self.sessions.get(lease.id)) is not None:
+            session.copies.lose()
             session.line.send(wire.Lost(region.number, list(chunks), cause))
 
     def granted(self, lease: Lease, region: Region) -> None:

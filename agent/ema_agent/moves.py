@@ -90,7 +90,12 @@ class Moves:
         for move in moves:
             if move.source in self._node.resting or move.target in self._node.resting:
                 continue
+            if self._ends(move.lease):
+                continue
             chunks = self._ledger.pick(move.lease, move.source, move.size, droppable=move.droppable)
+            if move.source in self._node.lost:
+                # Nothing can be copied from there: the others are lost, which is not for a plan to decide.
+                chunks = [c for c in chunks if c.has_true_twin]
             self.passed_over |= sum(c.size for c in chunks) < move.size
             if not chunks:
                 continue
@@ -102,6 +107,11 @@ class Moves:
             dirty = [c for c in chunks if c.state is not State.CLEAN]
             self._ledger.become_all(chunks, State.MOVING, place=move.target)
             self._work.start(self._relocate(clean, dirty, move, now), move.source)
+
+    def _ends(self, lease: LeaseId) -> bool:
+        """Whether a lease's chunks are given back anyway: a chunk that is taken again and again would hold that up."""
+        entry = self._ledger.leases.get(lease)
+        return entry is None or entry.closing
 
     async def _relocate(self, clean: list[Chunk], dirty: list[Chunk], move: Move, decided: float) -> None:
         node = self._node
@@ -261,7 +271,7 @@ class Moves:
     def begin_drops(self, drops: Iterable[Drop], now: float) -> None:
         """Start a plan's drops."""
         for drop in drops:
-            if drop.place not in self._node.resting:
+            if drop.place not in self._node.resting and not self._ends(drop.lease):
                 self.drop(self._ledger.pick(drop.lease, drop.place, drop.size, droppable=True), drop.cause, now)
 
     def drop(self, chunks: list[Chunk], cause: Cause, now: float) -> None:
