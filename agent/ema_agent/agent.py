@@ -17,7 +17,8 @@ from ema_agent.figures import Figures
 from ema_agent.gates import Gates
 from ema_agent.health import Health
 from ema_agent.lanes import Lanes
-from ema_agent.ledger import Lease, Ledger, Region
+from ema_agent.lease import Lease, Region
+from ema_agent.ledger import Ledger
 from ema_agent.losses import Losses
 from ema_agent.moves import Reclaim
 from ema_agent.node import Node

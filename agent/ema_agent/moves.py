@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from ema_agent.backing import Backing, Held, Stuck
-from ema_agent.ledger import Chunk, Lease, Ledger, Region, State
+from ema_agent.lease import Chunk, Lease, Region, State
+from ema_agent.ledger import Ledger
 from ema_agent.node import Node
 from ema_agent.work import Work
 from ema_core.ids import HOST, LeaseId, Place

@@ -8,7 +8,7 @@ allocated, nothing is mapped and nothing is done per chunk.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ema_agent.ledger import Chunk, Lease, State
+from ema_agent.lease import Chunk, Lease, State
 from ema_core import wire
 from ema_core.ids import Place
 from ema_core.wire import CopyStep, Kinds

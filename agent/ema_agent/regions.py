@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from ema_agent.ledger import GONE, Chunk, Lease, Region, State
+from ema_agent.lease import GONE, Chunk, Lease, Region, State
 from ema_agent.line import Line
 from ema_agent.programs import Copies, Refusal
 from ema_agent.steward import Steward

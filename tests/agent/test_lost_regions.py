@@ -7,7 +7,7 @@ import pytest
 
 import ema
 from ema_agent import backing
-from ema_agent.ledger import Chunk, State
+from ema_agent.lease import Chunk, State
 from ema_driver.sim import faults
 from nodes import KIB, MIB, SMALL, Node, pattern, pool, until
 
@@ -89,7 +89,7 @@ def test_a_lost_region_whose_run_never_ends_says_so_soon(node: Node) -> None:
 
 
 def test_clients_without_bytes_on_a_lost_gpu_notice_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backing, "PATIENCE", 0.3)
+    monkeypatch.setattr(backing, "PATIENCE", 2.0)
     never_clean(node)
     held, take = [], node.agent.backing.take
 
