@@ -19,8 +19,8 @@ from ema_agent.health import Health
 from ema_agent.lanes import Lanes
 from ema_agent.lease import Lease, Region
 from ema_agent.ledger import Ledger
+from ema_agent.listener import Reclaim
 from ema_agent.losses import Losses
-from ema_agent.moves import Reclaim
 from ema_agent.node import Node
 from ema_agent.session import Session, welcome
 from ema_agent.steward import Steward
