@@ -17,9 +17,10 @@ from ema_agent.figures import Figures
 from ema_agent.gates import Gates
 from ema_agent.health import Health
 from ema_agent.lanes import Lanes
-from ema_agent.ledger import Lease, Ledger, Region
+from ema_agent.lease import Lease, Region
+from ema_agent.ledger import Ledger
+from ema_agent.listener import Reclaim
 from ema_agent.losses import Losses
-from ema_agent.moves import Reclaim
 from ema_agent.node import Node
 from ema_agent.session import Session, welcome
 from ema_agent.steward import Steward
@@ -350,6 +351,7 @@ class Agent:
         """Tell the client which bytes it must not use; their gates stay closed."""
         self.figures.lost(lease.pool, len(chunks) * lease.chunk)
         if (session := self.sessions.get(lease.id)) is not None:
+            session.copies.lose()
             session.line.send(wire.Lost(region.number, list(chunks), cause))
 
     def granted(self, lease: Lease, region: Region) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ema_agent.gates import Gate, Gates
-from ema_agent.ledger import Chunk
+from ema_agent.lease import Chunk
 from ema_core.ids import HOST, GpuId, Place
 from ema_driver.errors import DriverError
 from ema_driver.protocol import Address, Copy, Handle, MemoryDriver, Stream

@@ -10,7 +10,7 @@ import time
 from typing import Final
 
 from ema_agent.lanes import Lanes
-from ema_agent.ledger import Chunk, State
+from ema_agent.lease import Chunk, State
 from ema_agent.steward import Steward
 from ema_core.ids import HOST
 from ema_driver.errors import DriverError

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from ema_agent.moves import Reclaim
+from ema_agent.listener import Reclaim
 from ema_core.ids import GpuId, PoolName
 from ema_core.plan import Cause, Plan
 

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from ema_agent.gates import Gates
-from ema_agent.ledger import Chunk, Lease, Ledger, Region, State
+from ema_agent.lease import Chunk, Lease, Region, State
+from ema_agent.ledger import Ledger
 from ema_agent.node import Node
 from ema_agent.steward import Steward
 from ema_core.ids import GpuId, LeaseId

@@ -8,15 +8,16 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from ema_agent.backing import Backing, Held, Stuck
-from ema_agent.ledger import Chunk, Lease, Ledger, Region, State
+from ema_agent.lease import Chunk, Lease, Region, State
+from ema_agent.ledger import Ledger
+from ema_agent.listener import Listener, Reclaim
 from ema_agent.node import Node
 from ema_agent.work import Work
 from ema_core.ids import HOST, LeaseId, Place
-from ema_core.plan import Cause, Drop, Move, Plan
+from ema_core.plan import Cause, Drop, Move
 from ema_driver.errors import DriverError, OutOfMemory
 
 BATCH: Final = 8
@@ -28,45 +29,6 @@ LANDING: Final = 2.0
 """Seconds for which mapping a chunk is tried again before it is given up; its copies wait at its gate meanwhile."""
 PAUSE: Final = 0.02
 """Seconds between two tries."""
-
-
-class Listener(Protocol):
-    """Who hears what happened to leases: the sessions and the metrics."""
-
-    def moved(self, lease: Lease, region: Region, size: int) -> None:
-        """Bytes of a region changed place."""
-
-    def dropped(self, lease: Lease, region: Region, chunks: Sequence[int]) -> None:
-        """Chunks are about to be dropped; called while their gates are still closed."""
-
-    def lost(self, lease: Lease, region: Region, chunks: Sequence[int], cause: str) -> None:
-        """Chunks are gone, mostly with their GPU; their gates stay closed."""
-
-    def granted(self, lease: Lease, region: Region) -> None:
-        """The memory of a promise has arrived."""
-
-    def reclaimed(self, record: "Reclaim") -> None:
-        """Bytes were taken from where they were."""
-
-    def planned(self, outcome: Plan, seconds: float) -> None:
-        """A plan was made."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reclaim:
-    """One batch that was taken from a place."""
-
-    lease: LeaseId
-    source: Place
-    target: Place | None
-    """None: dropped."""
-    size: int
-    cause: Cause
-    clean: bool
-    seconds: float
-    """From the decision until the driver had the bytes back."""
-    own_seconds: float
-    """Of these, until no copy could touch the chunks any more: what came then were the driver's calls."""
 
 
 class Moves:
@@ -90,7 +52,12 @@ class Moves:
         for move in moves:
             if move.source in self._node.resting or move.target in self._node.resting:
                 continue
+            if self._ends(move.lease):
+                continue
             chunks = self._ledger.pick(move.lease, move.source, move.size, droppable=move.droppable)
+            if move.source in self._node.lost:
+                # Nothing can be copied from there: the others are lost, which is not for a plan to decide.
+                chunks = [c for c in chunks if c.has_true_twin]
             self.passed_over |= sum(c.size for c in chunks) < move.size
             if not chunks:
                 continue
@@ -102,6 +69,11 @@ class Moves:
             dirty = [c for c in chunks if c.state is not State.CLEAN]
             self._ledger.become_all(chunks, State.MOVING, place=move.target)
             self._work.start(self._relocate(clean, dirty, move, now), move.source)
+
+    def _ends(self, lease: LeaseId) -> bool:
+        """Whether a lease's chunks are given back anyway: a chunk that is taken again and again would hold that up."""
+        entry = self._ledger.leases.get(lease)
+        return entry is None or entry.closing
 
     async def _relocate(self, clean: list[Chunk], dirty: list[Chunk], move: Move, decided: float) -> None:
         node = self._node
@@ -261,7 +233,7 @@ class Moves:
     def begin_drops(self, drops: Iterable[Drop], now: float) -> None:
         """Start a plan's drops."""
         for drop in drops:
-            if drop.place not in self._node.resting:
+            if drop.place not in self._node.resting and not self._ends(drop.lease):
                 self.drop(self._ledger.pick(drop.lease, drop.place, drop.size, droppable=True), drop.cause, now)
 
     def drop(self, chunks: list[Chunk], cause: Cause, now: float) -> None:

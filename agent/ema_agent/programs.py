@@ -8,7 +8,7 @@ allocated, nothing is mapped and nothing is done per chunk.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ema_agent.ledger import Chunk, Lease, State
+from ema_agent.lease import Chunk, Lease, State
 from ema_core import wire
 from ema_core.ids import Place
 from ema_core.wire import CopyStep, Kinds
@@ -73,6 +73,8 @@ class Program:
     bytes_by_place: Mapping[Place, int] = field(default_factory=dict)
     version: int = -1
     """The lease's version that `bytes_by_place` was counted at."""
+    lost: bool = False
+    """Some of its chunks are lost: a run would wait at a gate that opens no more, and all copies behind it."""
 
     @property
     def size(self) -> int:
@@ -200,6 +202,8 @@ class Copies:
         if message.seq <= program.seq:
             return None
         self._check_ready(program)
+        if program.lost:
+            raise Refusal(Kinds.GONE, f"program {program.number} copies bytes that are lost")
         self._room(wire.run_word(message.program, message.seq), message.seq, program)
         program.seq = message.seq
         return program
@@ -244,6 +248,11 @@ class Copies:
         """Programs that copy any of these chunks."""
         wanted = set(chunks)
         return [p.number for p in self.programs.values() if not wanted.isdisjoint(p.chunks)]
+
+    def lose(self) -> None:
+        """Chunks of this client are lost: programs that copy them start no more."""
+        for program in self.programs.values():
+            program.lost = any(c.state is State.LOST for c in program.chunks)
 
     # --- inside ---
 

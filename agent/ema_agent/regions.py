@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from ema_agent.ledger import GONE, Chunk, Lease, Region, State
+from ema_agent.lease import GONE, Chunk, Lease, Region, State
 from ema_agent.line import Line
 from ema_agent.programs import Copies, Refusal
 from ema_agent.steward import Steward
@@ -20,6 +20,8 @@ from ema_driver.errors import DriverError
 T = TypeVar("T")
 PATIENCE: Final = 10.0
 """Seconds that runs under way may take before a region is not cut."""
+LOST_PATIENCE: Final = 1.0
+"""The same for a region with lost chunks: a run that has not passed them yet never ends."""
 PAUSE: Final = 1e-3
 LONGEST: Final = 86400.0
 """Seconds that a request may wait at most."""
@@ -250,10 +252,13 @@ class Regions:
         return count * self._lease.chunk
 
     async def _until_idle(self, chunks: Sequence[Chunk]) -> None:
-        deadline = time.monotonic() + PATIENCE
+        began = time.monotonic()
         while self._copies.busy(chunks):
             self._still_there()
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > LOST_PATIENCE and any(c.state is State.LOST for c in chunks):
+                raise Refusal(Kinds.IN_USE, "a run under way waits for bytes that are lost, for ever: close the pool")
+            if waited > PATIENCE:
                 raise Refusal(Kinds.IN_USE, "a run under way does not end: hand its slots over first")
             await asyncio.sleep(PAUSE)
 

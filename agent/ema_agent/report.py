@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ema_agent.ledger import Lease, State
+from ema_agent.lease import Lease, State
 from ema_core.ids import HOST
 from ema_core.plan import Cause
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from ema_agent.connection import Connection
 from ema_agent.lanes import Lanes
-from ema_agent.ledger import Lease, State
+from ema_agent.lease import Lease, State
 from ema_agent.line import Line
 from ema_agent.node import Node
 from ema_agent.own_share import OwnShare

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from ema_agent.backing import Backing
-from ema_agent.ledger import Lease, Ledger, Region
-from ema_agent.moves import Listener, Moves
+from ema_agent.lease import Lease, Region
+from ema_agent.ledger import Ledger
+from ema_agent.listener import Listener
+from ema_agent.moves import Moves
 from ema_agent.node import Node
 from ema_agent.work import Work
 from ema_core.ids import LeaseId, Place, PoolName

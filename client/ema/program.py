@@ -29,6 +29,7 @@ class Program:
         self.number = number
         self.steps = steps
         self.slots = frozenset(s.slot for s in steps)
+        self.regions = frozenset(s.region for s in steps)
         self.size = size
         """Bytes of one run."""
         self._began: float | None = None
@@ -46,6 +47,7 @@ class Program:
         pool = self._pool
         if self._runs is not pool.runs:
             raise errors.AgentLost(f"program {self.number} was lost with the agent that ran it; make it again")
+        pool.check_lost(self.regions)
         now = time.monotonic()
         if self._began is None:
             self._began = now

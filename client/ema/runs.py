@@ -141,11 +141,11 @@ class Runs:
     def check(self, ticket: Ticket) -> None:
         """Raise what keeps a run from ending: AgentLost, DataLost, or what the agent refused it for."""
         self._alive()
+        of = ticket.of
+        self._pool.check_lost({s.region for s in of} if isinstance(of, Sequence) else of.regions)
         seq, error = self._refused.get(ticket.word, (0, None))
         if error is not None and seq == ticket.seq:
             raise error
-        steps = ticket.of if isinstance(ticket.of, Sequence) else ticket.of.steps
-        self._pool.check_lost({s.region for s in steps})
 
     def check_slot(self, slot: int, programs: Sequence["Program"]) -> None:
         """Raise what keeps the copies that name a slot from being made."""

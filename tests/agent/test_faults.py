@@ -10,7 +10,7 @@ from ema_agent import agent as agent_module
 from ema_agent import backing, health
 from ema_agent.gates import BUSY_FETCH
 from ema_agent.health import Health
-from ema_agent.ledger import State
+from ema_agent.lease import State
 from ema_core.ids import GpuId, Place
 from ema_driver.protocol import HealthEvent, HealthKind
 from ema_driver.sim import GpuGroup, faults

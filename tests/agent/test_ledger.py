@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ema_agent.gates import Gate
-from ema_agent.ledger import Chunk, Lease, Ledger, LedgerError, Region, State
+from ema_agent.lease import Chunk, Lease, Region, State
+from ema_agent.ledger import Ledger, LedgerError
 from ema_core.ids import HOST, GpuId, LeaseId, Place, PoolName
 from ema_driver.protocol import Address, Handle, Words
 

@@ -7,7 +7,7 @@ import pytest
 import ema
 from ema_agent import moves
 from ema_agent.gates import GATE
-from ema_agent.ledger import State
+from ema_agent.lease import State
 from ema_core.plan import Cause
 from ema_driver.sim import faults
 from nodes import KIB, MIB, TINY, Node, pattern, until

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from ema_agent.ledger import Chunk, State
+from ema_agent.lease import Chunk, State
 from ema_agent.own_share import OwnShare
 from ema_core import wire
 from ema_driver.errors import DriverError

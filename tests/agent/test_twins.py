@@ -10,7 +10,7 @@ import pytest
 import ema
 from ema_agent import cleaner
 from ema_agent.gates import Gates
-from ema_agent.ledger import State
+from ema_agent.lease import State
 from ema_core.ids import HOST
 from ema_driver.protocol import Copy
 from ema_driver.sim import faults

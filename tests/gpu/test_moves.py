@@ -8,7 +8,8 @@ import pytest
 
 from ema_agent.backing import Backing
 from ema_agent.gates import Gates
-from ema_agent.ledger import Chunk, Lease, Ledger, Region
+from ema_agent.lease import Chunk, Lease, Region
+from ema_agent.ledger import Ledger
 from ema_core.ids import HOST, LeaseId, PoolName
 from ema_driver.protocol import Copy, MemoryDriver, Op, Wait, Write
 
