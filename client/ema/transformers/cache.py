@@ -19,7 +19,7 @@ _FULL: Final = "the config of a decoder with full attention in every layer"
 
 
 class ElasticCache(transformers.Cache):
-    """For `past_key_values` (or `cache`) of `model.generate` and of a model's call; equal to `DynamicCache` bit for bit.
+    """For `past_key_values` (or `cache`) of `model.generate` and of a model's call; equal to `DynamicCache`, each bit.
 
     Keys and values of each layer are plain tensors of the pool's own GPU. `park` moves them all to neighbours, `resume`
     brings them back. Not thread-safe. Use as a context manager, or `close` it.
