@@ -49,6 +49,8 @@ class ElasticCache(transformers.Cache):
         self._device = device_of(pool)
         self._order = order(self._device)
         self._parked: Parked | None = None
+        self._used: list[Parked] = []
+        """Not `_parked` (yet, or any more), and to be closed, be it after an interruption."""
         self._moved: list[DynamicLayer] = []
         """Layers whose tensors are parked."""
         self._closed = False
@@ -133,11 +135,12 @@ class ElasticCache(transformers.Cache):
         """Bytes of keys and values, wherever they are."""
         return self._parked.nbytes if self._parked is not None else sum(t.nbytes for t in _tensors(self._layers))
 
-    def park(self, timeout: float = 2.0) -> None:
+    def park(self, *, droppable: bool = False, timeout: float = 2.0) -> None:
         """Move all keys and values to neighbours and drop the local ones. A cache that is parked or empty stays so.
 
-        Waits up to `timeout` seconds for memory. Raises PoolFull, LimitReached, OutOfMemory, AgentLost, DataLost, and
-        BadInput for tensors that need a gradient: whatever it raises, the cache stays local and goes on.
+        The pool may take `droppable` ones back without keeping them, and `resume` says so. Waits up to `timeout`
+        seconds for memory. Raises PoolFull, LimitReached, OutOfMemory, AgentLost, DataLost, Reclaimed, and BadInput for
+        tensors that need a gradient: whatever it raises, the cache stays local and goes on.
         """
         timeout = arguments.seconds("timeout", timeout)
         self._check_open()
@@ -150,23 +153,31 @@ class ElasticCache(transformers.Cache):
         if not tensors:
             return
         self._moved = moved
-        self._parked = Parked(self._pool, tensors, timeout)
+        try:
+            self._sweep()
+            self._used.append(Parked(self._pool, tensors, timeout, droppable=bool(droppable)))
+            self._used[-1].store(tensors)
+            self._parked = self._used[-1]
+        finally:
+            self._sweep()
         for layer in moved:
             layer.keys = layer.values = None
 
     def resume(self) -> None:
         """Bring all keys and values back, equal bit for bit. One that is not parked stays as it is.
 
-        Raises OutOfMemory (it stays parked: try again), and AgentLost or DataLost (it is lost: `reset` or `close` it).
+        Raises OutOfMemory (it stays parked: try again), and AgentLost, DataLost or, of a droppable one, Reclaimed (it
+        is lost: `reset` it and compute it again, or `close` it).
         """
         self._check_open()
         if self._parked is None:
             return
-        parked, found = self._parked, self._parked.fetch()
+        self._used = [self._parked]
+        found = self._parked.fetch()
         for layer, keys, values in zip(self._moved, found[::2], found[1::2], strict=True):
             layer.keys, layer.values = keys, values
         self._parked, self._moved = None, []
-        parked.close()
+        self._sweep()
 
     def close(self) -> None:
         """Give everything back, local and remote. Twice is harmless."""
@@ -204,12 +215,19 @@ class ElasticCache(transformers.Cache):
             raise errors.EmaError("this cache is closed")
 
     def _give_back(self) -> None:
-        parked, self._parked, self._moved = self._parked, None, []
+        if self._parked is not None:
+            self._used.append(self._parked)
+        self._parked, self._moved = None, []
         for layer in self._layers:
             _clear(layer)
         self._recount()
-        if parked is not None:
-            parked.close()
+        self._sweep()
+
+    def _sweep(self) -> None:
+        while self._used:
+            if self._used[-1] is not self._parked:
+                self._used[-1].close()
+            self._used.pop()
 
     def _recount(self) -> None:
         """Layers may have been cropped, or have lost sequences of the batch."""

@@ -30,11 +30,10 @@ class Parked:
     that did not arrive are never copied into a tensor.
     """
 
-    def __init__(self, pool: "Pool", tensors: Sequence[torch.Tensor], timeout: float) -> None:
-        """Store them all, at least one byte. When this returns, they are stored; when it raises, nothing is borrowed.
+    def __init__(self, pool: "Pool", tensors: Sequence[torch.Tensor], timeout: float, *, droppable: bool) -> None:
+        """Borrow memory for them, at least one byte. When this raises, nothing is borrowed.
 
-        Raises PoolFull when `timeout` seconds were not enough, LimitReached, OutOfMemory (for the slots), AgentLost,
-        DataLost.
+        Raises PoolFull when `timeout` seconds were not enough, LimitReached, AgentLost.
         """
         self._device = device_of(pool)
         self._kinds = [(t.shape, t.dtype) for t in tensors]
@@ -44,18 +43,39 @@ class Parked:
         self._slot = max(grain, min(SLOT, -(-self.nbytes // 2)) // grain * grain)
         self._pieces = cut(sizes, self._slot)
         self._pool = pool.another()
-        self._hand, self._order = handover(self._pool), order(self._device)
         try:
-            self._region = self._pool.region(self.nbytes, timeout=timeout)
-            self._store(tensors)
+            self._hand, self._order = handover(self._pool), order(self._device)
+            self._region = self._pool.region(self.nbytes, droppable=droppable, timeout=timeout)
         except BaseException:
             self._pool.close()
             raise
 
+    def store(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Store them all: when this returns, they are stored.
+
+        Raises OutOfMemory (no room for the slots, or to make a tensor dense), AgentLost, DataLost, and Reclaimed
+        (droppable ones).
+        """
+        tickets = []
+        current, flat = -1, torch.empty(0)
+        with self._slots(full=True) as slots:
+            for number, piece in enumerate(self._pieces):
+                slot, seen = slots[number % 2]
+                slot.wait_empty()
+                for part in piece:
+                    if part.tensor != current:  # parts come in the tensors' order: one with gaps is made dense once
+                        current, flat = part.tensor, self._dense(tensors[part.tensor])
+                    seen[part.at : part.at + part.size].copy_(flat[part.start : part.start + part.size])
+                step = self._region.step(slot, number * self._slot, self._length(number))
+                tickets.append(self._pool.run([step], store=True))
+                self._hand.filled(slot)
+            for ticket in tickets:
+                ticket.wait()
+
     def fetch(self) -> list[torch.Tensor]:
         """Fresh tensors with the bytes, in the order given. They stay stored: if this raises, it may be called again.
 
-        Raises OutOfMemory (no room for the tensors or the slots), AgentLost, DataLost.
+        Raises OutOfMemory (no room for the tensors or the slots), AgentLost, DataLost, and Reclaimed (droppable ones).
         """
         self._region.check()
         try:
@@ -63,7 +83,7 @@ class Parked:
         except torch.OutOfMemoryError as error:
             raise errors.OutOfMemory(f"{self.nbytes} bytes are to be fetched: {error}") from error
         flat = [_bytes(t) for t in made]
-        with self._slots() as slots:
+        with self._slots(full=False) as slots:
             for number in range(len(self._pieces) + 1):
                 if number < len(self._pieces):
                     self._region.fetch(number * self._slot, slots[number % 2][0], self._length(number))
@@ -80,23 +100,6 @@ class Parked:
         """Give everything back. Twice is harmless."""
         self._pool.close()
 
-    def _store(self, tensors: Sequence[torch.Tensor]) -> None:
-        tickets = []
-        current, flat = -1, torch.empty(0)
-        with self._slots() as slots:
-            for number, piece in enumerate(self._pieces):
-                slot, seen = slots[number % 2]
-                slot.wait_empty()
-                for part in piece:
-                    if part.tensor != current:  # parts come in the tensors' order: one with gaps is made dense once
-                        current, flat = part.tensor, self._dense(tensors[part.tensor])
-                    seen[part.at : part.at + part.size].copy_(flat[part.start : part.start + part.size])
-                step = self._region.step(slot, number * self._slot, self._length(number))
-                tickets.append(self._pool.run([step], store=True))
-                self._hand.filled(slot)
-            for ticket in tickets:
-                ticket.wait()
-
     def _dense(self, tensor: torch.Tensor) -> torch.Tensor:
         try:
             return _bytes(tensor)
@@ -110,8 +113,8 @@ class Parked:
         return last.at + last.size
 
     @contextmanager
-    def _slots(self) -> Iterator[Seen]:
-        """Two slots, which take memory only while something moves."""
+    def _slots(self, *, full: bool) -> Iterator[Seen]:
+        """Two slots, which take memory only while something moves. The agent waits for them to be `full`, or empty."""
         try:
             window = self._pool.window(2, self._slot)
         except errors.OutOfMemory:
@@ -123,7 +126,7 @@ class Parked:
         except BaseException:
             self._order.settle()
             for slot in window.slots:
-                slot.reset()  # a fetch that waits for it can end
+                (slot.fill if full else slot.reset)()  # a copy that waits for it can end
             raise
         finally:
             self._order.settle()
