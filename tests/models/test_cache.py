@@ -224,6 +224,24 @@ def test_what_it_cannot_do_is_refused(client: ema.Pool) -> None:
     cache.close()
 
 
+def test_graphs_are_refused_and_broken_ones_are_right(client: ema.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = model_of(client), prompt_of(client)
+    cache, plain = ElasticCache(model.config, client), transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="cannot be compiled"):
+            torch.compile(model, backend="eager", fullgraph=True)(prompt, **{CACHE: cache})
+        assert cache.nbytes == 0
+        model(prompt, **{CACHE: plain})
+        torch.compile(model, backend="eager")(prompt, **{CACHE: cache})
+        equal(tensors(cache), tensors(plain))
+        with monkeypatch.context() as patch:
+            patch.setattr(cache._order, "capturing", lambda: True)
+            with pytest.raises(ema.EmaError, match="captured"):
+                model(prompt, **{CACHE: cache})
+        equal(tensors(cache), tensors(plain))
+    cache.close()
+
+
 @pytest.mark.parametrize("error", [ema.PoolFull, ema.LimitReached])
 def test_a_full_pool_leaves_the_cache_local(
     tmp_path_factory: pytest.TempPathFactory, error: type[ema.EmaError]
