@@ -131,7 +131,7 @@ class Agent:
         self.watch.stop()
         if self.why_ended is None:
             await self.steward.work.stop()
-            self.backing.trim(0)
+            self.backing.stock.trim(0)
             self.gates.close_pages()
 
     def set_pools(self, pools: Sequence[MemoryPool]) -> None:
@@ -395,4 +395,4 @@ class Agent:
     def host_bytes(self) -> int:
         """Host memory that we hold: chunks, their copies, and spare pieces."""
         twins = sum(c.size for c in self.ledger.chunks() if c.twin is not None)
-        return self.ledger.lent[HOST] + twins + self.backing.spare_bytes
+        return self.ledger.lent[HOST] + twins + self.backing.stock.spare_bytes

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ema_agent.gates import Gate, Gates
+from ema_agent.host_stock import HostStock
 from ema_agent.lease import Chunk
 from ema_core.ids import HOST, GpuId, Place
 from ema_driver.errors import DriverError
@@ -49,12 +50,9 @@ class Backing:
         self._driver = driver
         self.gates = gates
         self._home = home
-        self._spare: dict[int, list[Handle]] = {}
-        """Host memory by size, kept because taking it costs 0.28 s per GiB."""
-        self._scratch: dict[tuple[str, int], Handle] = {}
-        """By lease and size."""
+        self.stock = HostStock(driver)
         self._lock = threading.Lock()
-        """Guards `_spare` and `_scratch`: several worker threads are here at once."""
+        """Guards `_streams`: several worker threads are here at once."""
         self._streams: dict[GpuId, list[Stream]] = {}
         """Streams on which nothing is queued, for the next copies."""
 
@@ -86,21 +84,6 @@ class Backing:
         self._driver.release([f.handle for f in fresh])
         for f in fresh:
             self.gates.give_back(f.gate)
-
-    def host(self, size: int) -> Handle:
-        """Host memory of one chunk: a spare one, or a new one. Its bytes are anybody's: overwrite all of it first."""
-        return self._take_spare(size) or self._driver.create(HOST, size)
-
-    def keep_host(self, handle: Handle) -> None:
-        """Keep host memory for the next chunk."""
-        with self._lock:
-            self._spare.setdefault(handle.size, []).append(handle)
-
-    @property
-    def spare_bytes(self) -> int:
-        """Host memory kept for later."""
-        with self._lock:
-            return sum(size * len(handles) for size, handles in self._spare.items())
 
     # --- taking ---
 
@@ -140,14 +123,13 @@ class Backing:
 
     def forget(self, chunks: Sequence[Chunk]) -> None:
         """Chunks that cannot be mapped: their memory is free. Addresses and gates stay until `give_back`."""
-        with self._lock:
-            scratch = {id(h) for h in self._scratch.values()}
+        scratch = self.stock.scratch()
         self._driver.release([c.handle for c in chunks if c.handle.place != HOST])
         for c in chunks:
             if c.handle.place == HOST and id(c.handle) not in scratch:
-                self.keep_host(c.handle)
+                self.stock.keep(c.handle)
             if c.twin is not None:
-                self.keep_host(c.twin)
+                self.stock.keep(c.twin)
                 c.twin = None
 
     def copy_to(self, chunks: Sequence[Chunk], target: Place) -> float:
@@ -201,7 +183,7 @@ class Backing:
         for c, h in zip(chunks, new, strict=True):
             previous, c.handle, c.mapped = c.handle, h, True
             if previous.place == HOST and c.droppable:
-                self.keep_host(previous)
+                self.stock.keep(previous)
             elif previous.place == HOST:
                 c.twin = previous
                 c.gate.mark_clean()
@@ -214,56 +196,40 @@ class Backing:
         if there is no host memory for the scratch, or DriverError with chunks that are not `mapped`.
         """
         driver = self._driver
-        scratch = {size: self._scratch_of(owner, size) for size in {c.size for c in chunks}}
+        scratch = {size: self.stock.scratch_of(owner, size) for size in {c.size for c in chunks}}
         held = [c for c in chunks if c.mapped]
         self._unmap(held)
         driver.release([c.handle for c in held if c.handle.place != HOST])
         free_from = time.monotonic()
         for c in held:
             if c.handle.place == HOST:
-                self.keep_host(c.handle)
+                self.stock.keep(c.handle)
         for c in chunks:
             if c.twin is not None:
-                self.keep_host(c.twin)
+                self.stock.keep(c.twin)
                 c.twin = None
             c.handle = scratch[c.size]
         self._map(chunks)
         return free_from
 
-    def give_back(self, chunks: Sequence[Chunk], scratch_owner: str) -> None:
+    def give_back(self, chunks: Sequence[Chunk]) -> None:
         """Taken chunks that no queued operation names any more: all of their memory and addresses are free again."""
         driver = self._driver
-        with self._lock:
-            scratch = {id(h) for (owner, _), h in self._scratch.items() if owner == scratch_owner}
+        scratch = self.stock.scratch()
         held = [c for c in chunks if c.mapped]  # of the others only the address is left
         self._unmap(held)
         driver.release([c.handle for c in held if c.handle.place != HOST])
         driver.unreserve([c.address for c in chunks])
         for c in held:
             if c.handle.place == HOST and id(c.handle) not in scratch:
-                self.keep_host(c.handle)
+                self.stock.keep(c.handle)
         for c in chunks:
             if c.twin is not None:
-                self.keep_host(c.twin)
+                self.stock.keep(c.twin)
                 c.twin = None
+        # Where nothing could be mapped at the end of a session, a copy that CUDA still has queued must never pass.
+        for c in held:
             self.gates.give_back(c.gate)
-
-    def forget_scratch(self, owner: str) -> None:
-        """The lease has ended: its scratch memory goes."""
-        with self._lock:
-            handles = [self._scratch.pop(k) for k in list(self._scratch) if k[0] == owner]
-        self._driver.release(handles)
-
-    def trim(self, keep: int) -> None:
-        """Give spare host memory back beyond `keep` bytes."""
-        with self._lock:
-            over = sum(size * len(handles) for size, handles in self._spare.items()) - keep
-            gone: list[Handle] = []
-            for size, handles in self._spare.items():
-                while handles and over > 0:
-                    gone.append(handles.pop())
-                    over -= size
-        self._driver.release(gone)
 
     # --- copying to a twin, with the gate open ---
 
@@ -279,7 +245,7 @@ class Backing:
         twin = chunk.twin
         try:
             if twin is None:
-                twin = self.host(chunk.size)
+                twin = self.stock.take(chunk.size)
             stage = driver.reserve(chunk.size)
             driver.map([(stage, twin)])
             try:
@@ -294,7 +260,7 @@ class Backing:
             else:
                 chunk.gate.mark_dirty()  # `clear_dirty` took the mark away
                 if chunk.twin is None and twin is not None:
-                    self.keep_host(twin)
+                    self.stock.keep(twin)
         return copied
 
     # --- inside ---
@@ -328,21 +294,16 @@ class Backing:
         with self._lock:
             idle.append(stream)
 
-    def _take_spare(self, size: int) -> Handle | None:
-        with self._lock:
-            spare = self._spare.get(size)
-            return spare.pop() if spare else None
-
     def _zeroed(self, place: Place, size: int) -> Handle:
         # Spare host memory holds another lease's bytes, so it is exchanged for new memory, not handed out.
-        if place == HOST and (spare := self._take_spare(size)) is not None:
+        if place == HOST and (spare := self.stock.take_spare(size)) is not None:
             self._driver.release([spare])
         return self._driver.create(place, size)
 
     def _for_copy(self, chunk: Chunk, target: Place) -> Handle:
         if target != HOST:
             return self._driver.create(target, chunk.size)
-        return chunk.twin or self.host(chunk.size)
+        return chunk.twin or self.stock.take(chunk.size)
 
     def _undo(self, chunks: Sequence[Chunk], new: Sequence[Handle], area: Address) -> None:
         self._driver.unreserve([area])
@@ -350,13 +311,7 @@ class Backing:
             if h.place != HOST:
                 self._driver.release([h])
             elif h is not c.twin:
-                self.keep_host(h)
-
-    def _scratch_of(self, owner: str, size: int) -> Handle:
-        with self._lock:
-            if (owner, size) not in self._scratch:
-                self._scratch[owner, size] = self._driver.create(HOST, size)
-            return self._scratch[owner, size]
+                self.stock.keep(h)
 
     def _stream_home(self, *places: Place) -> GpuId:
         return next((GpuId(p) for p in places if p != HOST), self._home)

@@ -187,7 +187,7 @@ class Regions:
         with steward.node.changing({c.place for c in held}):
             for c in chunks:
                 steward.ledger.free(c)
-            await steward.work.in_thread(steward.backing.give_back, chunks, self._lease.id)
+            await steward.work.in_thread(steward.backing.give_back, chunks)
             for c in held:
                 steward.node.held(c.place, -c.size)
         steward.moves.held_changed()

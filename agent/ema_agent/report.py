@@ -51,7 +51,7 @@ def status(agent: "Agent", now: float) -> dict[str, Any]:
         "gpus": gpus,
         "host": {
             "held": agent.host_bytes,
-            "spare": agent.backing.spare_bytes,
+            "spare": agent.backing.stock.spare_bytes,
             "lent": ledger.lent[HOST],
             "room": sum(p.host_spill + p.host_lend for p in agent.steward.pools.values()),
         },

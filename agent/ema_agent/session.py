@@ -269,7 +269,7 @@ class Session:
             await steward.work.in_thread(stream.close)
         await self.regions.free(list(lease.chunks()), certain=True)
         lease.regions.clear()
-        steward.backing.forget_scratch(lease.id)
+        steward.backing.stock.forget_scratch(lease.id)
         for window in list(copies.windows.values()):
             self._unmap(window)
         for page in (self.shared, self.notice, self._private):

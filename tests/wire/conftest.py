@@ -106,6 +106,6 @@ def nobody_notices(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def as_before(target: Target, before: Mapping[Place, MemoryInfo]) -> bool:
     """Free bytes are as before, but for host memory that the agent keeps for later."""
-    spare = target.node.on_loop(lambda: target.node.agent.backing.spare_bytes)
+    spare = target.node.on_loop(lambda: target.node.agent.backing.stock.spare_bytes)
     now = target.node.observer.memory()
     return all(now[p].used - (spare if p == HOST else 0) <= m.used for p, m in before.items())

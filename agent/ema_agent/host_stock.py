@@ -1,0 +1,72 @@
+"""Host memory that no chunk has: spare pieces for the next copies, and the scratch memory that dropped chunks show.
+
+Taking host memory costs 0.28 s per GiB, so what comes free is kept, up to a limit. A spare piece holds some lease's
+bytes: it is overwritten whole, or exchanged, before anybody else can see it. Scratch memory belongs to one lease.
+"""
+
+import threading
+
+from ema_core.ids import HOST
+from ema_driver.protocol import Handle, MemoryDriver
+
+
+class HostStock:
+    """Thread-safe: several worker threads are here at once."""
+
+    def __init__(self, driver: MemoryDriver) -> None:
+        self._driver = driver
+        self._spare: dict[int, list[Handle]] = {}
+        """By size."""
+        self._scratch: dict[tuple[str, int], Handle] = {}
+        """By lease and size."""
+        self._lock = threading.Lock()
+
+    @property
+    def spare_bytes(self) -> int:
+        """Host memory kept for later."""
+        with self._lock:
+            return sum(size * len(handles) for size, handles in self._spare.items())
+
+    def take(self, size: int) -> Handle:
+        """Memory of one chunk: a spare one, or a new one. Its bytes are anybody's: overwrite all of it first."""
+        return self.take_spare(size) or self._driver.create(HOST, size)
+
+    def take_spare(self, size: int) -> Handle | None:
+        """A spare piece, if there is one."""
+        with self._lock:
+            spare = self._spare.get(size)
+            return spare.pop() if spare else None
+
+    def keep(self, handle: Handle) -> None:
+        """Keep memory for the next chunk."""
+        with self._lock:
+            self._spare.setdefault(handle.size, []).append(handle)
+
+    def trim(self, keep: int) -> None:
+        """Give spare memory back beyond `keep` bytes."""
+        with self._lock:
+            over = sum(size * len(handles) for size, handles in self._spare.items()) - keep
+            gone: list[Handle] = []
+            for size, handles in self._spare.items():
+                while handles and over > 0:
+                    gone.append(handles.pop())
+                    over -= size
+        self._driver.release(gone)
+
+    def scratch_of(self, owner: str, size: int) -> Handle:
+        """A lease's scratch memory. Raises OutOfMemory."""
+        with self._lock:
+            if (owner, size) not in self._scratch:
+                self._scratch[owner, size] = self._driver.create(HOST, size)
+            return self._scratch[owner, size]
+
+    def scratch(self) -> frozenset[int]:
+        """All scratch memory, which is no chunk's own, by `id` of its handle."""
+        with self._lock:
+            return frozenset(map(id, self._scratch.values()))
+
+    def forget_scratch(self, owner: str) -> None:
+        """The lease has ended: its scratch memory goes."""
+        with self._lock:
+            handles = [self._scratch.pop(k) for k in list(self._scratch) if k[0] == owner]
+        self._driver.release(handles)
