@@ -10,7 +10,6 @@ from ema import errors
 from ema.torch.handover import handover
 from ema.torch.memory import bytes_at, device_of
 from ema.torch.order import order
-from ema.transformers.joint import join, leave
 from ema.transformers.pieces import cut
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ Seen = list[tuple["Slot", torch.Tensor]]
 
 
 class Parked:
-    """Dense tensors of the pool's own GPU, stored on neighbours. Shares a connection with what else is parked.
+    """Dense tensors of the pool's own GPU, stored on neighbours. Has a connection of its own until it is closed.
 
     Slots are waited for by the CPU, which can raise, and handed over in the order of torch's current stream: so bytes
     that did not arrive are never copied into a tensor.
@@ -43,13 +42,12 @@ class Parked:
         grain = pool.granularity
         self._slot = max(grain, min(SLOT, -(-self.nbytes // 2)) // grain * grain)
         self._pieces = cut(sizes, self._slot)
-        self._of, self._joint = pool, join(pool)
-        self._pool, self._closed = self._joint.pool, False
+        self._pool = pool.another()
         try:
             self._hand, self._order = handover(self._pool), order(self._device)
             self._region = self._pool.region(self.nbytes, droppable=droppable, timeout=timeout)
         except BaseException:
-            leave(self._of, self._joint)
+            self._pool.close()
             raise
 
     def store(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -100,13 +98,7 @@ class Parked:
 
     def close(self) -> None:
         """Give everything back. Twice is harmless."""
-        if not self._closed:
-            self._closed = True
-            try:
-                with suppress(errors.EmaError):  # what is lost cannot be given back
-                    self._region.close()
-            finally:
-                leave(self._of, self._joint)
+        self._pool.close()
 
     def _dense(self, tensor: torch.Tensor) -> torch.Tensor:
         try:
