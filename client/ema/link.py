@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from ema import errors
 from ema.channel import Channel, failure
+from ema.descriptor import Descriptor
 from ema.runs import Runs
 from ema_core import wire
 from ema_core.ids import GpuId, Place
@@ -335,11 +336,11 @@ class Link:
 
     def _hand_over(self, window: "Window") -> None:
         number, first, slots, size = window.number, window.first, len(window), window.slot_bytes
-        fd = self.driver.export(window.handle)
+        memory = Descriptor(self.driver.export(window.handle))
         try:
-            self._channel.ask(lambda i: wire.OpenWindow(i, number, first, slots, size), [fd])
+            self._channel.ask(lambda i: wire.OpenWindow(i, number, first, slots, size), [memory.number])
         finally:
-            os.close(fd)
+            memory.close()
 
     def _lost_agent(self, _why: str) -> None:
         with self._lock:
