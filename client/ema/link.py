@@ -4,6 +4,7 @@ The agent may be restarted at any time. Then regions and programs of the old age
 windows and shares (the client's own memory) are handed to the new agent, and new regions can be made.
 """
 
+import io
 import os
 import threading
 import time
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 
 from ema import errors
 from ema.channel import Channel, failure
-from ema.descriptor import Descriptor
 from ema.runs import Runs
 from ema_core import wire
 from ema_core.ids import GpuId, Place
@@ -336,9 +336,9 @@ class Link:
 
     def _hand_over(self, window: "Window") -> None:
         number, first, slots, size = window.number, window.first, len(window), window.slot_bytes
-        memory = Descriptor(self.driver.export(window.handle))
+        memory = io.FileIO(self.driver.export(window.handle))  # closed in any case, be it by the collector
         try:
-            self._channel.ask(lambda i: wire.OpenWindow(i, number, first, slots, size), [memory.number])
+            self._channel.ask(lambda i: wire.OpenWindow(i, number, first, slots, size), [memory.fileno()])
         finally:
             memory.close()
 

@@ -415,7 +415,7 @@ def test_interrupted_while_it_moves(torch_node: Node, monkeypatch: pytest.Monkey
         cache.close()
 
 
-@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # just made when interrupted: collected later
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # just made when interrupted: collected later
 @pytest.mark.parametrize("what", ["park", "resume"])
 def test_interrupted_anywhere(torch_node: Node, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     torch_node.until(lambda a: not a.sessions, saying="the sessions of the test before have ended")

@@ -140,7 +140,7 @@ def lines_of(action: Callable[[], object]) -> int:
     return lines[0]
 
 
-@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # just made when interrupted: collected later
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # just made when interrupted: collected later
 @pytest.mark.parametrize("what", ["stream", "forward", "unstream", "cut", "read"])
 @torch.no_grad()
 def test_interrupted_anywhere(client: ema.Pool, what: str) -> None:
