@@ -83,8 +83,8 @@ def until(what: Callable[[], T], *, within: float = PATIENCE, saying: str = "") 
 class Node:
     """One node. `agent` belongs to the loop on the agent's thread: reach it by `on_loop` and `until`."""
 
-    def __init__(self, folder: Path, config: SimConfig = SMALL, *pools: MemoryPool) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, config: SimConfig = SMALL, *pools: MemoryPool, loopback: bool = False) -> None:
+        self.folder, self.loopback = folder, loopback
         self.pools = pools or (pool(),)
         self.server = start(config, folder)
         self.observer = SimDriver.connect(self.server.socket)
@@ -124,7 +124,7 @@ class Node:
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
-        setup = Setup("sim", str(self.server.socket), self.folder, pair_limit=2.0)
+        setup = Setup("sim", str(self.server.socket), self.folder, pair_limit=2.0, loopback=self.loopback)
         self.agent = Agent(self.session, self.pools, setup)
         self._up.set()
         await self.agent.run()

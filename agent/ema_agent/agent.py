@@ -55,6 +55,8 @@ class Setup:
     client_mode: int = 0o600
     """Permissions of the socket that clients connect to."""
     pair_limit: float = pairs.LIMIT
+    loopback: bool = False
+    """See `Node.loopback`."""
 
 
 class Agent:
@@ -62,7 +64,7 @@ class Agent:
 
     def __init__(self, driver: MemoryDriver, pools: Sequence[MemoryPool], setup: Setup) -> None:
         self.driver, self.setup = driver, setup
-        self.node = Node(driver)
+        self.node = Node(driver, loopback=setup.loopback)
         self.node.discover()
         self.ledger = Ledger()
         self.figures = Figures()
@@ -297,6 +299,7 @@ class Agent:
 
     def _open(self, connection: Connection, name: str, gpu: GpuId, pool: PoolName) -> Session:
         lease = Lease(LeaseId(f"{name}-{next(self._numbers)}"), pool, gpu, self.pools[pool].spec.chunk_size, name=name)
+        lease.counts_on = self.node.counts_on(gpu)
         self._set_terms(lease)
         session = Session(self.driver, self.steward, self.lanes, lease=lease, connection=connection, ended=self._ended)
         self.ledger.open_lease(lease)
@@ -307,7 +310,10 @@ class Agent:
     def _set_terms(self, lease: Lease) -> None:
         spec = self.pools[lease.pool].spec
         policy = self.steward.pools[lease.pool]
-        others = sum(size for gpu, size in policy.max_per_gpu.items() if gpu != lease.gpu) + policy.host_lend
+        others = (
+            sum(size for gpu, size in policy.max_per_gpu.items() if gpu != (lease.counts_on or lease.gpu))
+            + policy.host_lend
+        )
         lease.limit = others if spec.borrowing.max_per_pod is None else spec.borrowing.max_per_pod
         lease.guaranteed = min(spec.borrowing.guaranteed_per_pod, lease.limit)
 

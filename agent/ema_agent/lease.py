@@ -107,6 +107,8 @@ class Lease:
     gpu: GpuId
     chunk: int
     name: str = ""
+    counts_on: GpuId | None = None
+    """The GPU that the policy takes for its own, if not `gpu`: see `Node.loopback`."""
     priority: int = 0
     weight: int = 1
     guaranteed: int = 0
@@ -171,7 +173,7 @@ class Lease:
             lease = state.Lease(
                 id=self.id,
                 pool=self.pool,
-                gpu=self.gpu,
+                gpu=self.counts_on or self.gpu,
                 priority=priority,
                 weight=weight,
                 guaranteed=guaranteed,

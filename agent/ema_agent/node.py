@@ -33,8 +33,10 @@ REST: Final = 0.1
 class Node:
     """GPUs, their memory and their verified paths. Belongs to the agent's loop."""
 
-    def __init__(self, driver: MemoryDriver) -> None:
+    def __init__(self, driver: MemoryDriver, *, loopback: bool = False) -> None:
         self._driver = driver
+        self.loopback = loopback
+        """Whether a GPU lends to its own clients, too: to measure lending where there is only one."""
         self.devices: dict[GpuId, Device] = {}
         self.paths: dict[tuple[Place, Place], int] = {}
         self.barred: dict[tuple[Place, Place], str] = {}
@@ -183,9 +185,22 @@ class Node:
         """Whether copies in host memory, and bytes that come back from there, would be true."""
         return (gpu, HOST) in self.paths and (HOST, gpu) in self.paths
 
+    def counts_on(self, gpu: GpuId) -> GpuId | None:
+        """With `loopback`, the name under which the policy knows clients of this GPU, so that it may lend to them."""
+        return GpuId(Place(f"{gpu} (loopback)")) if self.loopback else None
+
+    def ways(self) -> dict[tuple[Place, Place], int]:
+        """The verified paths as the policy sees them."""
+        found = dict(self.paths)
+        for gpu in self.devices:
+            if (beside := self.counts_on(gpu)) is not None:
+                found |= {(s, beside): rate for (s, t), rate in self.paths.items() if t == gpu}
+                found[gpu, beside] = self.rate(gpu, gpu)
+        return found
+
     def rate(self, source: Place, target: Place) -> int:
-        """Bytes per second from a place to a GPU; 0 where the pair is barred."""
-        return self.paths.get((source, target), 0)
+        """Bytes per second from a place to a GPU; 0 where the pair is barred. To itself (`loopback`): the host's."""
+        return self.paths.get((HOST if source == target else source, target), 0)
 
     def best_rate(self, gpu: GpuId) -> int:
         """Rate of the fastest verified path to this GPU."""

@@ -34,6 +34,8 @@ class Options:
     pages: tuple[str, int] | None = ("127.0.0.1", 0)
     """Address of /metrics; port 0 takes a free one, None opens none."""
     pair_limit: float = 3.0
+    loopback: bool = False
+    """See `Node.loopback`."""
 
 
 class FolderTaken(Exception):
@@ -80,7 +82,9 @@ async def serve(
     _steady()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client costs about nine descriptors
-    setup = Setup(driver.name, endpoint, options.folder, options.client_mode, options.pair_limit)
+    setup = Setup(
+        driver.name, endpoint, options.folder, options.client_mode, options.pair_limit, loopback=options.loopback
+    )
     agent = Agent(driver, pools, setup)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

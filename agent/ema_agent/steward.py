@@ -73,7 +73,7 @@ class Steward:
         resting = self.node.resting
         return NodeState(
             gpus=tuple(self._full(g) if g.id in resting else g for g in self.node.gpus()),
-            paths=dict(self.node.paths),
+            paths=self.node.ways(),
             leases=self.ledger.policy_leases(),
             draining=frozenset(self.node.draining),
         )

@@ -32,6 +32,10 @@ def up(  # noqa: PLR0917 (typer takes options as parameters)
         str, typer.Option(help="ADDRESS:PORT of /metrics, /healthz, /readyz; `off`.")
     ] = "127.0.0.1:9464",
     socket_mode: Annotated[str, typer.Option(help="Who may connect: 600 only you, 660 your group, 666 all.")] = "600",
+    loopback: Annotated[
+        bool,
+        typer.Option("--loopback", help="A GPU also lends to its own clients: for measurements where there is one."),
+    ] = False,
 ) -> None:
     """Serve this machine's GPUs until Ctrl-C. Clients connect with `ema.connect()`."""
     with bad_input():
@@ -41,6 +45,7 @@ def up(  # noqa: PLR0917 (typer takes options as parameters)
             folder=folder or Path(places.runtime_folder(os.environ, os.getuid())),
             client_mode=_mode(socket_mode),
             pages=_address(metrics),
+            loopback=loopback,
         )
     try:
         with bad_input():
