@@ -51,7 +51,9 @@ def real_agent(real_gpu: MemoryDriver, tmp_path_factory: pytest.TempPathFactory)
 def client(request: pytest.FixtureRequest) -> Iterator[ema.Pool]:
     """A client on GPU 0; what it held is free again after the test."""
     if request.param == "cuda":
-        yield from _real(request.getfixturevalue("real_agent"), request.getfixturevalue("real_gpu"))
+        for it in _real(request.getfixturevalue("real_agent"), request.getfixturevalue("real_gpu")):
+            yield it
+            request.node.funcargs.clear()  # other fixtures' models, which are to be free again, too
     else:
         yield from _simulated(request.getfixturevalue("torch_node"))
 

@@ -233,7 +233,8 @@ def test_graphs_are_refused_and_broken_ones_are_right(client: ema.Pool, monkeypa
         assert cache.nbytes == 0
         model(prompt, **{CACHE: plain})
         torch.compile(model, backend="eager")(prompt, **{CACHE: cache})
-        equal(tensors(cache), tensors(plain))
+        # Compiled around the cache, a GPU's products may round otherwise.
+        torch.testing.assert_close(tensors(cache), tensors(plain))
         with monkeypatch.context() as patch:
             patch.setattr(cache._order, "capturing", lambda: True)
             with pytest.raises(ema.EmaError, match="captured"):

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -579,6 +579,12 @@ def interrupted(
     return call
 
 
+@pytest.fixture(autouse=True)
+def kept_no_longer(client: ema.Pool) -> Iterator[None]:  # noqa: ARG001  (ends before it)
+    yield
+    Kept.seen = []
+
+
 class Kept(torch.autograd.Function):
     """Keeps what it saved for longer than its backward, and returns it as a gradient, changed in place."""
 
@@ -623,16 +629,20 @@ def test_saved_tensors_that_are_looked_at(client: ema.Pool) -> None:
     def train(spill: Spill | None) -> list[torch.Tensor]:
         model = mlp(client, depth=24)
         for number in range(5):
+            hooks = []
             with spill or nullcontext():
                 hidden = batch(client, number)
                 for layer in model:
                     hidden = layer(hidden)
                     if isinstance(layer, nn.GELU):
                         node = hidden.grad_fn
-                        hidden.register_hook(lambda _, node=node: looked.append(node._saved_self.detach()))
+                        look = lambda _, node=node: looked.append(node._saved_self.detach())  # noqa: E731
+                        hooks.append(hidden.register_hook(look))
                 loss = hidden.square().mean()
                 looked.append(model[0](batch(client, 0)).grad_fn.next_functions[0][0] is not None or loss.detach())
                 loss.backward()
+            for hook in hooks:  # each holds its node, which holds it
+                hook.remove()
         return [p.grad for p in model.parameters()]
 
     wanted = train(None)
