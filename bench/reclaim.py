@@ -12,23 +12,19 @@ memory; "agent's own" is the part of it before the driver's first call; "lender 
 and ends when it may map.
 """
 
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
-from unittest import mock
 
 import ema
-from ema.share import Share
 from ema_core.ids import HOST, Place
 from ema_driver.protocol import Address
 from ema_driver.sim import SimDriver
+from lending import Lender, borrowing, lent, until
 from record import Row, at_most, finish, percentile, plain, record
 from server import Server
 
@@ -100,104 +96,7 @@ def borrow(socket: str, doing: str, line: Connection) -> None:
             line.send(asked)
 
 
-class Borrower:
-    """The other end."""
-
-    def __init__(self, server: Server, doing: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.line, there = context.Pipe()
-        self.process = context.Process(target=borrow, args=(server.socket, doing, there), daemon=True)
-        self.process.start()
-        there.close()
-        self.line.recv()
-
-    def store(self) -> None:
-        """Have it store to every chunk."""
-        self.line.send("store")
-        self.line.recv()
-
-    def signal(self, number: int) -> None:
-        """Send a signal."""
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
-
-    def end(self) -> None:
-        """Let it end, or end it."""
-        self.signal(signal.SIGCONT)
-        try:
-            self.line.send("end")
-            self.process.join(10.0)
-        except BrokenPipeError:
-            pass  # it was killed
-        self.process.kill()
-        self.process.join()
-        self.line.close()
-
-
-@contextmanager
-def borrowing(server: Server, doing: str) -> Iterator[Borrower]:
-    made = Borrower(server, doing)
-    try:
-        yield made
-    finally:
-        made.end()
-
-
 # --- rounds -----------------------------------------------------------------------------------------------------------
-
-
-def until(server: Server, true: Callable[[dict[str, Any]], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not true(server.status()):
-        if time.monotonic() > end:
-            raise SystemExit(f"waited {seconds:g} s in vain: {server.status()['gpus']}")
-        time.sleep(0.01)
-
-
-def lent(status: dict[str, Any], state: str) -> int:
-    gpu = next(g for g in status["gpus"] if g["index"] == 0)
-    return int(gpu["states"].get(state, 0))
-
-
-def gone(status: dict[str, Any]) -> bool:
-    return not any(g["lent"] for g in status["gpus"])
-
-
-class Lender:
-    """A process' own GPU: it wants everything back, then leaves it idle again."""
-
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        self.pool = ema.connect(server.socket, gpu=0, name="lender")
-        self.share = self.pool.share(BASE + LENT)
-        self.share.grow(BASE)
-
-    def round(self) -> tuple[float, float, list[dict[str, Any]]]:
-        """Want it all: seconds of the agent's answer and until all was mapped, and the agent's own records of it."""
-        count = len(self.server.status()["counted"]["recent_reclaims"])
-        asked = self.pool.ask_share
-        answered = 0.0
-
-        def ask(share: Share, size: int, timeout: float) -> None:
-            nonlocal answered
-            began = time.perf_counter()
-            asked(share, size, timeout)
-            answered = time.perf_counter() - began
-
-        with mock.patch.object(self.pool, "ask_share", ask):
-            began = time.perf_counter()
-            self.share.grow(BASE + LENT, timeout=20.0)
-            took = time.perf_counter() - began
-        until(self.server, gone)
-        return answered, took, self.server.status()["counted"]["recent_reclaims"][count:]
-
-    def idle(self) -> None:
-        """Back to the base."""
-        self.share.shrink(BASE)
-
-    def close(self) -> None:
-        """Leave."""
-        self.pool.close()
 
 
 class Alone:
@@ -243,9 +142,9 @@ class Alone:
 
 
 def clean(server: Server, doing: str) -> list[Row]:
-    lender, alone = Lender(server), Alone(server)
+    lender, alone = Lender(server, BASE, LENT), Alone(server)
     answers, grows, whole, own, driver, wakes = [], [], [], [], [], []
-    with borrowing(server, doing) as borrower:
+    with borrowing(server, borrow, doing) as borrower:
         if doing == "stopped, copies queued":
             until(server, lambda s: lent(s, "clean") == LENT)
             borrower.signal(signal.SIGSTOP)
@@ -281,9 +180,9 @@ def clean(server: Server, doing: str) -> list[Row]:
 
 def killed(server: Server) -> list[Row]:
     """The borrower dies with copies queued, and at the same moment the lender asks."""
-    lender, alone, answers, own, wakes = Lender(server), Alone(server), [], [], []
+    lender, alone, answers, own, wakes = Lender(server, BASE, LENT), Alone(server), [], [], []
     for _ in range(KILLS):
-        with borrowing(server, "stopped, copies queued") as borrower:
+        with borrowing(server, borrow, "stopped, copies queued") as borrower:
             until(server, lambda s: lent(s, "clean") == LENT)
             wakes.append(alone.wake())
             borrower.signal(signal.SIGKILL)
@@ -309,11 +208,11 @@ def killed(server: Server) -> list[Row]:
 
 def dirty(server: Server) -> list[Row]:
     """Every chunk was stored to since it was last copied, but for the few that slow cleaning reaches."""
-    lender, whole, beyond, answers, sizes = Lender(server), [], [], [], []
-    with borrowing(server, "idle") as borrower:
+    lender, whole, beyond, answers, sizes = Lender(server, BASE, LENT), [], [], [], []
+    with borrowing(server, borrow, "idle") as borrower:
         for _ in range(DIRTY_ROUNDS):
             until(server, lambda s: lent(s, "clean") + lent(s, "dirty") == LENT)
-            borrower.store()
+            borrower.ask("store")
             answer, _, records = lender.round()
             size = sum(r["bytes"] for r in records if not r["clean"])
             took = max(r["seconds"] for r in records)

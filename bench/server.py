@@ -21,8 +21,8 @@ START = 30.0
 class Server:
     """A running agent. A context manager that leaves nothing behind."""
 
-    def __init__(self, sim: Mapping[str, Any] | None, spec: Mapping[str, Any]) -> None:
-        """`sim` is what sim.yaml holds, None for real GPUs; `spec` is the spec of the one pool."""
+    def __init__(self, sim: Mapping[str, Any] | None, spec: Mapping[str, Any], *more: str) -> None:
+        """`sim` is what sim.yaml holds, None for real GPUs; `spec` is the spec of the one pool; `more` are options."""
         self._home = tempfile.TemporaryDirectory(prefix="ema-bench-")
         self.folder = Path(self._home.name)
         pool = {"apiVersion": "ema.dev/v1alpha1", "kind": "MemoryPool", "metadata": {"name": "bench"}, "spec": spec}
@@ -30,6 +30,7 @@ class Server:
         (self.folder / "pool.yaml").write_text(json.dumps(pool))
         command = [sys.executable, "-c", "from ema_cli.main import run; run()", "up"]
         command += ["--pool", str(self.folder / "pool.yaml"), "--folder", str(self.folder), "--metrics", "127.0.0.1:0"]
+        command += more
         if sim is None:
             command += ["--driver", "cuda"]
         else:
