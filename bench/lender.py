@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -32,11 +33,9 @@ BURST: Final = 4 * GIB
 """Bytes that a burst needs beside what is always in use."""
 HEADROOM: Final = 2 * GIB
 SLACK: Final = 256 * MIB
-CALM, BUSY = 120, 120
-"""Steps between bursts and in one."""
-BURSTS: Final = 3
-"""Of one turn."""
-TURNS: Final = 7
+CALM, BUSY = 600, 500
+"""Steps between bursts and in one: a burst about every three seconds."""
+TURNS: Final = 6
 
 SPEC: Final[dict[str, Any]] = {
     "chunkSize": CHUNK,
@@ -59,31 +58,37 @@ def borrow(socket: str, _: str, line: Connection) -> None:
         line.recv()
 
 
+@dataclass(slots=True)
+class Seen:
+    """What one way of holding the memory came to, turn by turn."""
+
+    rates: list[float] = field(default_factory=list)
+    """Rows per second."""
+    grows: list[float] = field(default_factory=list)
+    """Seconds until a burst's memory was there."""
+    steps: list[float] = field(default_factory=list)
+    """Seconds."""
+
+
 class Work:
-    """Steps, and what bursts take. `took` are the seconds of each step, `grows` of each growth."""
+    """Steps of a model, with more rows and more memory in a burst."""
 
     def __init__(self) -> None:
         self.stack = Stack(4, 8192, 22016, 64)
         self.x: Any = torch.randn(512, 8192, device="cuda", dtype=torch.bfloat16)
-        self.took: list[float] = []
-        self.grows: list[float] = []
-        self.refused = 0
 
-    def turn(self, burst: Callable[[], list[Any]], calm: Callable[[], None]) -> float:
-        """Some bursts; rows per second."""
-        rows = 0
+    def turn(self, seen: Seen, burst: Callable[[], list[Any]], calm: Callable[[], None]) -> None:
+        """A burst and the calm after it."""
         began = time.perf_counter()
-        for _ in range(BURSTS):
-            rows += self._steps(CALM, 256, [])
-            asked = time.perf_counter()
-            pages = burst()
-            self.grows.append(time.perf_counter() - asked)
-            rows += self._steps(BUSY, 512, pages)
-            del pages
-            calm()
-        return rows / (time.perf_counter() - began)
+        pages = burst()
+        seen.grows.append(time.perf_counter() - began)
+        rows = self._steps(seen, BUSY, 512, pages)
+        del pages
+        calm()
+        rows += self._steps(seen, CALM, 256, [])
+        seen.rates.append(rows / (time.perf_counter() - began))
 
-    def _steps(self, count: int, rows: int, pages: list[Any]) -> int:
+    def _steps(self, seen: Seen, count: int, rows: int, pages: list[Any]) -> int:
         for number in range(count):
             before = time.perf_counter()
             with torch.inference_mode():
@@ -91,13 +96,16 @@ class Work:
                 if pages:
                     pages[number % len(pages)].fill_(number % 251)  # the keys and values of these rows
             torch.cuda.current_stream().synchronize()  # a server looks at every token
-            self.took.append(time.perf_counter() - before)
+            seen.steps.append(time.perf_counter() - before)
         return rows * count
 
 
 def pages_of(pool: ema.Pool, share: Share) -> list[Any]:
     """The share's pages as tensors."""
     return [bytes_at(pool, share.address(i), CHUNK) for i in range(share.local // CHUNK)]
+
+
+HELD, SHARED, LENT = "all held from the start", "share, nobody borrows", "share, lent and taken back"
 
 
 def main() -> int:
@@ -107,74 +115,78 @@ def main() -> int:
         pool = ends.enter_context(ema.connect(server.socket, gpu=0, name="lender"))
         share = ends.enter_context(closing(pool.share(BURST + CHUNK)))
         share.grow(CHUNK)
-        work = Work()
-        rates, longest = _turns(server, pool, share, work)
+        seen, refused = _turns(server, pool, share)
         gpu = server.status()["gpus"][0]
         reclaimed = [r for r in server.status()["counted"]["recent_reclaims"] if r["clean"]]
-    taken = sum(r["bytes"] for r in reclaimed)
-    base = statistics.median(rates["share, nobody borrows"])
-    lent = statistics.median(rates["share, lent and taken back"])
-    paired = [b / a for a, b in zip(rates["share, nobody borrows"], rates["share, lent and taken back"], strict=True)]
     rows: list[Row] = []
-    for label, values in rates.items():
-        spread = (max(values) - min(values)) / statistics.median(values)
-        rows.append(plain(f"{label}: rows per second", statistics.median(values), "1/s"))
-        rows.append(plain(f"{label}: spread of {len(values)} turns, of the median", 100 * spread, "%"))
-        rows.append(plain(f"{label}: a burst's memory is there after, longest", 1e3 * longest[label], "ms"))
+    for label, each in seen.items():
+        middle = statistics.median(each.rates)
+        rows += [
+            plain(f"{label}: rows per second", middle, "1/s"),
+            plain(f"{label}: spread of {TURNS} turns", 100 * (max(each.rates) - min(each.rates)) / middle, "%"),
+            plain(f"{label}: a burst's memory is there after, longest", 1e3 * max(each.grows), "ms"),
+            plain(f"{label}: step p50", 1e3 * percentile(each.steps, 50), "ms"),
+            plain(f"{label}: step p99", 1e3 * percentile(each.steps, 99), "ms"),
+        ]
+    kept = {other: _ratio(seen[LENT], seen[other]) for other in (HELD, SHARED)}
     rows += [
-        at_least(99.0, "lent and taken back, of nobody borrows: median of the turns' ratios",
-                 100 * statistics.median(paired), "%"),
-        plain("lent and taken back, of nobody borrows: ratio of medians", 100 * lent / base, "%"),
-        plain("lent and taken back, of all held from the start",
-              100 * lent / statistics.median(rates["all held from the start"]), "%"),
-        plain("bursts while lent", TURNS * BURSTS, ""),
-        plain("of what they needed, taken back", 100 * taken / (TURNS * BURSTS * BURST), "%"),
+        at_least(99.0, "lent and taken back, of nobody borrows (median of the turns' ratios)", kept[SHARED], "%"),
+        plain("lent and taken back, of all held from the start", kept[HELD], "%"),
+        plain("of what bursts needed, taken back", 100 * sum(r["bytes"] for r in reclaimed) / TURNS / BURST, "%"),
         plain("decision until bytes back, p50", 1e3 * percentile([r["seconds"] for r in reclaimed], 50), "ms"),
         at_most(0, "seconds with less than the headroom free", gpu["shortfall_seconds"], "s"),
-        at_most(0, "bursts that were out of memory", work.refused, ""),
-    ]  # fmt: skip
-    what = f"A lender's throughput with bursts of {BURST / GIB:g} GiB, on one GPU that lends to a client of its own"
+        at_most(0, "bursts that were out of memory", refused, ""),
+    ]
+    what = (
+        f"A lender's throughput with a burst of {BURST / GIB:g} GiB every {_period(seen[LENT]):.1f} s, "
+        "on one GPU that lends to a client of its own (loopback)"
+    )
     return finish(record("lender", what, rows, gpu=name(), versions=versions()))
 
 
-def _turns(server: Server, pool: ema.Pool, share: Share, work: Work) -> tuple[dict[str, list[float]], dict[str, float]]:
-    rates: dict[str, list[float]] = {}
-    longest: dict[str, float] = {}
+def _ratio(one: Seen, other: Seen) -> float:
+    return 100 * statistics.median(a / b for a, b in zip(one.rates, other.rates, strict=True))
 
-    def turn(label: str, burst: Callable[[], list[Any]], calm: Callable[[], None]) -> None:
-        work.grows.clear()
-        rates.setdefault(label, []).append(work.turn(burst, calm))
-        longest[label] = max(longest.get(label, 0.0), *work.grows)
+
+def _period(seen: Seen) -> float:
+    return (sum(seen.steps) + sum(seen.grows)) / TURNS
+
+
+def _turns(server: Server, pool: ema.Pool, share: Share) -> tuple[dict[str, Seen], int]:
+    """All three ways by turns; and how often the share was out of memory."""
+    seen = {label: Seen() for label in (HELD, SHARED, LENT)}
+    work, refused = Work(), 0
 
     def grow() -> list[Any]:
+        nonlocal refused
         try:
             share.grow(CHUNK + BURST, timeout=5.0)
         except ema.OutOfMemory as error:
             say(str(error))
-            work.refused += 1
+            refused += 1
         return pages_of(pool, share)
 
     def shrink() -> None:
         torch.cuda.synchronize()
         share.shrink(CHUNK)
 
-    work.turn(list, lambda: None)  # warm
+    work.turn(Seen(), list, lambda: None)  # warm
     for number in range(TURNS):
         held = grow()
-        turn("all held from the start", lambda held=held: held, lambda: None)  # type: ignore[misc]
-        del held
+        work.turn(seen[HELD], held.copy, lambda: None)
+        held.clear()
         shrink()
-        turn("share, nobody borrows", grow, shrink)
+        work.turn(seen[SHARED], grow, shrink)
         with borrowing(server, borrow, ""):
             until(server, lambda s: s["gpus"][0]["states"].get("clean", 0) == BURST)
             free, _ = torch.cuda.mem_get_info()
             hog = torch.empty(free - HEADROOM - SLACK, dtype=torch.uint8, device="cuda")
-            turn("share, lent and taken back", grow, shrink)
+            work.turn(seen[LENT], grow, shrink)
             del hog
             torch.cuda.empty_cache()
         until(server, lambda s: s["gpus"][0]["lent"] == 0)
-        say(f"turn {number + 1}: " + ", ".join(f"{label} {values[-1]:.0f}" for label, values in rates.items()))
-    return rates, longest
+        say(f"turn {number + 1}: " + ", ".join(f"{label} {each.rates[-1]:.0f}" for label, each in seen.items()))
+    return seen, refused
 
 
 if __name__ == "__main__":

@@ -73,9 +73,13 @@ class Lender:
         self.share = self.pool.share(base + lent)
         self.share.grow(base)
 
-    def round(self) -> tuple[float, float, list[dict[str, Any]]]:
-        """Want it all: seconds of the agent's answer and until all was mapped, and the agent's own records of it."""
-        count = len(self.server.status()["counted"]["recent_reclaims"])
+    def round(self, *, recorded: bool = True) -> tuple[float, float, list[dict[str, Any]]]:
+        """Want it all: seconds of the agent's answer and until all was mapped, and the agent's own records of it.
+
+        All of them, if not `recorded` is False: of a borrower that is gone there may be none.
+        """
+        before = self.server.status()
+        count, size = len(before["counted"]["recent_reclaims"]), sum(g["lent"] for g in before["gpus"])
         asked = self.pool.ask_share
         answered = 0.0
 
@@ -90,7 +94,13 @@ class Lender:
             self.share.grow(self.base + self.lent, timeout=20.0)
             took = time.perf_counter() - began
         until(self.server, gone)
-        return answered, took, self.server.status()["counted"]["recent_reclaims"][count:]
+
+        def records(status: dict[str, Any]) -> list[dict[str, Any]]:
+            return list(status["counted"]["recent_reclaims"][count:])
+
+        if recorded:
+            until(self.server, lambda s: sum(r["bytes"] for r in records(s)) >= size)
+        return answered, took, records(self.server.status())
 
     def idle(self) -> None:
         """Back to the base."""

@@ -88,8 +88,8 @@ class Moves:
             except DriverError as error:
                 self._failed_move([*clean, *dirty], move, move.source, error)
                 return
-            landed = await self._land(freed)
             self._record(move, freed, (taken - decided, free_from - decided), clean=True)
+            landed = await self._land(freed)
             dirty = stored + dirty
             if move.target == HOST:
                 self._arrived(landed, State.HOST, HOST)
