@@ -139,47 +139,62 @@ class Backing:
         On a way up from host memory the host copy is kept as the twin. Raises OutOfMemory, DeviceLost or Stuck with
         nothing changed, or DriverError with chunks that are not `mapped`.
         """
-        driver = self._driver
-        new: list[Handle] = []
-        size = chunks[0].size
-        area = driver.reserve(size * len(chunks))
-        stage = [Address(area + i * size) for i in range(len(chunks))]
+        return self._to_host(chunks) if target == HOST else self._to_gpu(chunks, target)
+
+    def _to_host(self, chunks: Sequence[Chunk]) -> float:
+        stock, new = self.stock, list[Handle]()
         try:
-            new.extend(self._for_copy(c, target) for c in chunks)
-            driver.map(list(zip(stage, new, strict=True)))
+            for c in chunks:
+                new.append(c.twin or stock.take(c.size))
+            copies = [Copy(int(s), int(c.address), c.size) for s, c in zip(stock.stages(new), chunks, strict=True)]
+            self._copy(self._stream_home(*(c.handle.place for c in chunks)), copies)
         except DriverError:
-            self._undo(chunks, new, area)
-            raise
-        home = self._stream_home(*(c.handle.place for c in chunks), target)
-        try:
-            self._copy(home, [Copy(int(s), int(c.address), c.size) for s, c in zip(stage, chunks, strict=True)])
-        except DriverError:
-            driver.unmap(stage)
-            self._undo(chunks, new, area)
+            for c, h in zip(chunks, new, strict=False):
+                if h is not c.twin:
+                    stock.keep(h)
             raise
         self._unmap(chunks)
-        old = [c.handle for c in chunks]
-        if target == HOST:
-            for c, h in zip(chunks, new, strict=True):
-                c.handle = h
-                if h is c.twin:
-                    c.twin = None
-            driver.release([h for h in old if h.place != HOST])  # mapping host memory takes long: the lender goes first
-            free_from = time.monotonic()
+        old = [c.handle for c in chunks if c.handle.place != HOST]
+        for c, h in zip(chunks, new, strict=True):
+            c.handle = h
+            if h is c.twin:
+                c.twin = None
+        self._driver.release(old)  # mapping host memory takes long: the lender goes first
+        free_from = time.monotonic()
+        self._map(chunks)
+        return free_from
+
+    def _to_gpu(self, chunks: Sequence[Chunk], target: Place) -> float:
+        driver, size = self._driver, chunks[0].size
+        area = driver.reserve(size * len(chunks))
+        stage = [Address(area + i * size) for i in range(len(chunks))]
+        new: Sequence[Handle] = ()
+        try:
+            new = driver.create_many(target, size, len(chunks))
+            driver.map(list(zip(stage, new, strict=True)))
+        except DriverError:
+            driver.unreserve([area])
+            driver.release(new)
+            raise
+        try:
+            home = self._stream_home(*(c.handle.place for c in chunks), target)
+            self._copy(home, [Copy(int(s), int(c.address), size) for s, c in zip(stage, chunks, strict=True)])
+        except DriverError:
             driver.unmap(stage)
             driver.unreserve([area])
-            self._map(chunks)
-            return free_from
+            driver.release(new)
+            raise
+        self._unmap(chunks)
         driver.unmap(stage)
+        driver.unreserve([area])
         try:
             driver.map([(c.address, h) for c, h in zip(chunks, new, strict=True)])
         except DriverError:  # the target was lost just now: the bytes are still where they were
-            self._undo(chunks, new, area)
+            driver.release(new)
             self._map(chunks)
             raise
-        driver.release([h for h in old if h.place != HOST])
+        driver.release([c.handle for c in chunks if c.handle.place != HOST])
         free_from = time.monotonic()
-        driver.unreserve([area])
         for c, h in zip(chunks, new, strict=True):
             previous, c.handle, c.mapped = c.handle, h, True
             if previous.place == HOST and c.droppable:
@@ -238,7 +253,6 @@ class Backing:
 
         Raises DriverError if the copy failed; then the twin is untrue as well.
         """
-        driver = self._driver
         if not self.gates.clear_dirty(chunk.gate):
             return False
         copied = False
@@ -246,14 +260,9 @@ class Backing:
         try:
             if twin is None:
                 twin = self.stock.take(chunk.size)
-            stage = driver.reserve(chunk.size)
-            driver.map([(stage, twin)])
-            try:
-                self._copy(self._stream_home(chunk.place), [Copy(int(stage), int(chunk.address), chunk.size)])
-                copied = not chunk.gate.dirty
-            finally:
-                driver.unmap([stage])
-                driver.unreserve([stage])
+            (stage,) = self.stock.stages([twin])
+            self._copy(self._stream_home(chunk.place), [Copy(int(stage), int(chunk.address), chunk.size)])
+            copied = not chunk.gate.dirty
         finally:
             if copied:
                 chunk.twin = twin
@@ -297,21 +306,8 @@ class Backing:
     def _zeroed(self, place: Place, size: int) -> Handle:
         # Spare host memory holds another lease's bytes, so it is exchanged for new memory, not handed out.
         if place == HOST and (spare := self.stock.take_spare(size)) is not None:
-            self._driver.release([spare])
+            self.stock.release([spare])
         return self._driver.create(place, size)
-
-    def _for_copy(self, chunk: Chunk, target: Place) -> Handle:
-        if target != HOST:
-            return self._driver.create(target, chunk.size)
-        return chunk.twin or self.stock.take(chunk.size)
-
-    def _undo(self, chunks: Sequence[Chunk], new: Sequence[Handle], area: Address) -> None:
-        self._driver.unreserve([area])
-        for c, h in zip(chunks, new, strict=False):
-            if h.place != HOST:
-                self._driver.release([h])
-            elif h is not c.twin:
-                self.stock.keep(h)
 
     def _stream_home(self, *places: Place) -> GpuId:
         return next((GpuId(p) for p in places if p != HOST), self._home)

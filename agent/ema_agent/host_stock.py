@@ -1,13 +1,17 @@
 """Host memory that no chunk has: spare pieces for the next copies, and the scratch memory that dropped chunks show.
 
-Taking host memory costs 0.28 s per GiB, so what comes free is kept, up to a limit. A spare piece holds some lease's
-bytes: it is overwritten whole, or exchanged, before anybody else can see it. Scratch memory belongs to one lease.
+Taking host memory costs 0.28 s per GiB, so what comes free is kept, up to a limit. Mapping it costs 13 ms per GiB, so
+a piece that was once copied to stays mapped at an address of its own, its *stage*, beside the chunk's. A spare piece
+holds some lease's bytes: it is overwritten whole, or exchanged, before anybody else can see it. Scratch memory belongs
+to one lease.
 """
 
 import threading
+from collections.abc import Sequence
 
 from ema_core.ids import HOST
-from ema_driver.protocol import Handle, MemoryDriver
+from ema_driver.errors import DriverError
+from ema_driver.protocol import Address, Handle, MemoryDriver
 
 
 class HostStock:
@@ -19,6 +23,8 @@ class HostStock:
         """By size."""
         self._scratch: dict[tuple[str, int], Handle] = {}
         """By lease and size."""
+        self._stages: dict[int, tuple[Handle, Address]] = {}
+        """By `id` of the handle, which lives as long as its entry."""
         self._lock = threading.Lock()
 
     @property
@@ -30,6 +36,30 @@ class HostStock:
     def take(self, size: int) -> Handle:
         """Memory of one chunk: a spare one, or a new one. Its bytes are anybody's: overwrite all of it first."""
         return self.take_spare(size) or self._driver.create(HOST, size)
+
+    def stages(self, handles: Sequence[Handle]) -> list[Address]:
+        """Where pieces are mapped for copies; nobody else may be at any of them. Raises DriverError."""
+        with self._lock:
+            new = [h for h in handles if id(h) not in self._stages]
+        if new:
+            addresses = self._driver.reserve_many(new[0].size, len(new))
+            try:
+                self._driver.map(list(zip(addresses, new, strict=True)))
+            except DriverError:
+                self._driver.unreserve(addresses)
+                raise
+            with self._lock:
+                self._stages |= {id(h): (h, address) for h, address in zip(new, addresses, strict=True)}
+        with self._lock:
+            return [self._stages[id(h)][1] for h in handles]
+
+    def release(self, handles: Sequence[Handle]) -> None:
+        """Give pieces up, with their stages."""
+        with self._lock:
+            stages = [known[1] for h in handles if (known := self._stages.pop(id(h), None)) is not None]
+        self._driver.unmap(stages)
+        self._driver.unreserve(stages)
+        self._driver.release(handles)
 
     def take_spare(self, size: int) -> Handle | None:
         """A spare piece, if there is one."""
@@ -51,7 +81,7 @@ class HostStock:
                 while handles and over > 0:
                     gone.append(handles.pop())
                     over -= size
-        self._driver.release(gone)
+        self.release(gone)
 
     def scratch_of(self, owner: str, size: int) -> Handle:
         """A lease's scratch memory. Raises OutOfMemory."""

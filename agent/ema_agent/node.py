@@ -126,8 +126,12 @@ class Node:
     def mapped(self, gpu: GpuId, size: int) -> None:
         """A share has mapped `size` bytes: in use, though readings that have begun may show them free."""
         self._mapped[gpu] += size
+        self.outdate(gpu)
+
+    def outdate(self, gpu: GpuId) -> None:
+        """Readings of this GPU that have begun already are not to be gone by."""
         with self.changing({gpu}):
-            pass  # readings from before fit no more
+            pass
 
     def quiet_now(self, gpu: GpuId) -> bool:
         """Whether the last reading of this GPU still holds: nothing of ours has changed on it since."""

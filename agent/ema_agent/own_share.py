@@ -6,6 +6,7 @@ start, and would see lent bytes as used.
 
 import time
 from dataclasses import dataclass
+from typing import Final
 
 from ema_agent.line import Line
 from ema_agent.node import Node
@@ -14,6 +15,9 @@ from ema_agent.regions import LONGEST
 from ema_core import wire
 from ema_core.ids import GpuId
 from ema_core.wire import Kinds
+
+READING: Final = 0.25
+"""Seconds that a reading of memory may take: nobody is refused for want of one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +57,7 @@ class OwnShare:
             raise Refusal(Kinds.BUSY, "the share is growing: wait for that answer first")
         self._opt_in()
         self._set(message.size, self.mapped)
+        self._node.outdate(self._gpu)  # somebody may have taken memory since it was read
         now = time.monotonic()
         self.waiters.append(Waiter(message.id, message.size, now + min(message.timeout, LONGEST)))
         self.look(now)
@@ -68,14 +73,14 @@ class OwnShare:
 
     def look(self, now: float) -> None:
         """A new reading of memory has come, or time has passed."""
-        free = self._node.free(self._gpu)
+        free, known = self._node.free(self._gpu), self._node.quiet_now(self._gpu)
         for waiter in list(self.waiters):
             # Another client's promise on this GPU comes out of the same free bytes. A reading from before a grant was
             # made would count bytes that are gone by now.
-            if self._node.quiet_now(self._gpu) and free >= self._node.promised[self._gpu]:
+            if known and free >= self._node.promised[self._gpu]:
                 self.waiters.remove(waiter)
                 self._line.send(wire.Done(waiter.request, waiter.size))
-            elif now >= waiter.deadline:
+            elif now >= waiter.deadline + (0.0 if known else READING):
                 self.waiters.remove(waiter)
                 need = self.promised
                 self._set(self.mapped, self.mapped)

@@ -5,6 +5,7 @@ so the owner never has less than its full static share. Growth beyond the share 
 """
 
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -113,8 +114,20 @@ class Share:
         self._pool.forget_share(self)
 
     def _grow_own(self, own: int, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while True:
+            self._pool.ask_share(self, own * self.page_bytes, max(0.0, end - time.monotonic()))
+            try:
+                self._map_own(own)
+            except errors.OutOfMemory:
+                # Somebody took the bytes that were just seen free: the agent takes more back, if anything is lent.
+                if time.monotonic() >= end:
+                    raise
+            else:
+                return
+
+    def _map_own(self, own: int) -> None:
         driver, gpu = self._pool.driver, self._pool.gpu
-        self._pool.ask_share(self, own * self.page_bytes, timeout)
         made: Sequence[Handle] = ()
         addresses: list[Address] = []
         try:

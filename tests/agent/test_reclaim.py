@@ -6,10 +6,13 @@ from unittest.mock import Mock
 
 import pytest
 
+import ema
 from ema_agent.lease import Chunk, State
 from ema_agent.own_share import OwnShare
 from ema_core import wire
-from ema_driver.errors import DriverError
+from ema_core.ids import Place
+from ema_driver.errors import DriverError, OutOfMemory
+from ema_driver.protocol import Handle
 from nodes import MIB, TINY, Borrower, Node, pattern, until
 
 SIZE = 12 * MIB
@@ -86,6 +89,46 @@ def test_a_lender_has_its_bytes_before_the_copies_in_host_memory_are_mapped(make
     back = bytearray(12 * MIB)
     region.fetch(0, back)
     assert back == data
+
+
+def test_a_share_grows_though_somebody_took_what_was_free_just_before(node: Node) -> None:
+    owner, client = node.connect(1), node.connect(0)
+    share = owner.share(node.memory(1).total)
+    share.grow(MIB)
+    region = client.region(SIZE)
+    region.store(pattern(1, SIZE), at=0)
+    node.settle()
+    wanted = MIB + node.lent(1)
+    assert wanted > MIB
+    taken = node.take_what_is_free(1)
+    share.grow(wanted, timeout=10.0)
+    assert share.local == wanted
+    node.outsider.release([taken])
+    back = bytearray(SIZE)
+    region.fetch(0, back)
+    assert back == pattern(1, SIZE)
+
+
+def test_a_share_whose_memory_goes_between_answer_and_mapping_asks_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = node.connect(1)
+    share, make, tries = owner.share(4 * MIB), owner.driver.create_many, []
+
+    def create_many(place: Place, size: int, count: int) -> Sequence[Handle]:
+        tries.append(count)
+        if len(tries) < 3:
+            raise OutOfMemory(place, size, 0)
+        return make(place, size, count)
+
+    monkeypatch.setattr(owner.driver, "create_many", create_many)
+    share.grow(2 * MIB, timeout=5.0)
+    assert (share.local, len(tries)) == (2 * MIB, 3)
+    tries[:] = []
+    with pytest.raises(ema.OutOfMemory):
+        share.grow(4 * MIB, timeout=0.0)
+    assert (share.local, len(tries)) == (2 * MIB, 1)
+    share.close()
 
 
 def test_what_a_share_has_mapped_is_in_use_before_a_reading_shows_it(node: Node) -> None:

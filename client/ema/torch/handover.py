@@ -59,20 +59,26 @@ class _OnStream:
     """Real GPUs: the stream waits, and this thread goes on. Nothing here can fail because of the agent."""
 
     def __init__(self, driver: StreamOrdered, device: torch.device) -> None:
-        self._driver, self._device = driver, device
+        def stream() -> int:
+            return int(torch.cuda.current_stream(device).cuda_stream)
+
+        def wait(slot: "Slot", value: int) -> None:
+            driver.wait_on(stream(), *slot.flag, value)
+
+        def write(slot: "Slot", value: int) -> None:
+            driver.write_on(stream(), *slot.flag, value)
+
+        # Around a compiled model these are called, not traced: no compiler knows such operations.
+        self._wait, self._write = torch.compiler.disable(wait), torch.compiler.disable(write)
 
     def await_full(self, slot: "Slot") -> None:
-        self._driver.wait_on(_stream(self._device), *slot.flag, FULL)
+        self._wait(slot, FULL)
 
     def await_empty(self, slot: "Slot") -> None:
-        self._driver.wait_on(_stream(self._device), *slot.flag, EMPTY)
+        self._wait(slot, EMPTY)
 
     def emptied(self, slot: "Slot") -> None:
-        self._driver.write_on(_stream(self._device), *slot.flag, EMPTY)
+        self._write(slot, EMPTY)
 
     def filled(self, slot: "Slot") -> None:
-        self._driver.write_on(_stream(self._device), *slot.flag, FULL)
-
-
-def _stream(device: torch.device) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream)
+        self._write(slot, FULL)
