@@ -1,6 +1,6 @@
 """What a reclaim costs on a real GPU: `python bench/gpu_reclaim.py`.
 
-A lender wants 8 GiB of its GPU back, lent in chunks of 64 MiB, whatever the borrower does just then. There is one GPU
+A lender wants 8 GiB of its GPU back, lent in chunks of 256 MiB, whatever the borrower does just then. There is one GPU
 here: it lends to a borrower of its own (`ema up --loopback`), whose copies then run on the GPU's multiprocessors.
 Clean chunks have a true copy in host memory; dirty ones are copied there first, over PCIe.
 
@@ -11,6 +11,7 @@ end is the driver's proof that the bytes were free.
 import os
 import signal
 import sys
+import time
 from contextlib import closing
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -25,16 +26,16 @@ from on_gpu import GIB, MIB, link_rate, name, say, versions
 from record import Row, at_most, finish, percentile, plain, record
 from server import Server
 
-CHUNK: Final = 64 * MIB
+CHUNK: Final = 256 * MIB
 LENT: Final = 8 * GIB
 COUNT: Final = LENT // CHUNK
 GIBS: Final = LENT / GIB
 HEADROOM: Final = 1 * GIB
 SLACK: Final = 256 * MIB
 """Bytes that a borrower may use more or less than the one before."""
-SLOTS: Final = 4
-ROUNDS: Final = {"idle": 25, "computes": 20, "replays a graph": 20, "stopped, copies queued": 20}
-KILLS, DIRTY_ROUNDS = 4, 10
+SLOTS: Final = 2
+ROUNDS: Final = {"idle": 20, "computes": 15, "replays a graph": 15, "stopped, copies queued": 15}
+KILLS, DIRTY_ROUNDS = 3, 8
 
 SPEC: Final[dict[str, Any]] = {
     "chunkSize": CHUNK,
@@ -59,7 +60,7 @@ def borrow(socket: str, doing: str, line: Connection) -> None:
             for i in range(COUNT):
                 hand.await_full(window[i % SLOTS])
                 torch.mm(x, x)
-                seen[i % SLOTS][:4096].sum()
+                seen[i % SLOTS][:MIB].sum()
                 hand.emptied(window[i % SLOTS])
 
         def fill() -> None:
@@ -70,7 +71,7 @@ def borrow(socket: str, doing: str, line: Connection) -> None:
 
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.mm(x, x)
-            seen[0][:4096].sum()
+            seen[0][:MIB].sum()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -89,6 +90,20 @@ def borrow(socket: str, doing: str, line: Connection) -> None:
                 fill()
                 run.wait(30.0)
                 line.send("stored")
+
+
+def alone(pool: ema.Pool) -> float:
+    """Seconds of the driver calls of one reclaim by themselves, which no agent can save: unmap and release."""
+    driver = pool.driver
+    handles = driver.create_many(pool.gpu, CHUNK, COUNT)
+    addresses = driver.reserve_many(CHUNK, COUNT)
+    driver.map(list(zip(addresses, handles, strict=True)))
+    began = time.perf_counter()
+    driver.unmap(addresses)
+    driver.release(handles)
+    took = time.perf_counter() - began
+    driver.unreserve(addresses)
+    return took
 
 
 def clean(server: Server, lender: Lender, doing: str) -> list[Row]:
@@ -133,7 +148,7 @@ def dirty(server: Server, lender: Lender, link: float) -> list[Row]:
     answers, whole, own, sizes, beyond = [], [], [], [], []
     with borrowing(server, borrow, "idle") as borrower:
         for _ in range(DIRTY_ROUNDS):
-            until(server, lambda s: lent(s, "clean") + lent(s, "dirty") == LENT)
+            until(server, lambda s: lent(s, "clean") == LENT)  # each has been copied once: host memory is taken
             borrower.ask("store")
             answer, _, records = lender.round()
             answers.append(answer)
@@ -166,6 +181,9 @@ def main() -> int:
     link = link_rate()
     rows = [plain("link, plain pinned copies", link / 1e9, "GB/s"), plain("taken at once", GIBS, "GiB")]
     with Server(None, SPEC, "--loopback") as server, closing(Lender(server, CHUNK, LENT)) as lender:
+        calls = [alone(lender.pool) for _ in range(10)]
+        rows.append(plain("driver calls alone (unmap and release), p50", percentile(calls, 50) * 1e3, "ms"))
+        rows.append(plain("driver calls alone (unmap and release), longest", max(calls) * 1e3, "ms"))
         with borrowing(server, borrow, "idle"):
             torch.cuda.empty_cache()
             until(server, lambda s: s["gpus"][0]["lent"] == LENT)

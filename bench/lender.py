@@ -35,7 +35,7 @@ HEADROOM: Final = 2 * GIB
 SLACK: Final = 256 * MIB
 CALM, BUSY = 600, 500
 """Steps between bursts and in one: a burst about every three seconds."""
-TURNS: Final = 6
+TURNS: Final = 4
 
 SPEC: Final[dict[str, Any]] = {
     "chunkSize": CHUNK,
