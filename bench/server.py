@@ -75,7 +75,9 @@ class Server:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            sys.stderr.write((self.folder / "log").read_text("utf-8", "replace"))
         self.admin.close()
         self._process.send_signal(signal.SIGTERM)
         try:

@@ -7,7 +7,7 @@ so the owner never has less than its full static share. Growth beyond the share 
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ema import arguments, errors
 from ema_driver.errors import DriverError, OutOfMemory
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from ema.pool import Pool
     from ema.region import Region
     from ema_driver.protocol import Address, Handle
+
+
+AGAIN: Final = 0.005
+"""Seconds until memory that was taken just before it could be mapped is asked for again."""
 
 
 @dataclass(slots=True)
@@ -123,6 +127,7 @@ class Share:
                 # Somebody took the bytes that were just seen free: the agent takes more back, if anything is lent.
                 if time.monotonic() >= end:
                     raise
+                time.sleep(AGAIN)
             else:
                 return
 

@@ -72,8 +72,10 @@ class _Events:
         self._now: tuple[torch.cuda.Event, ...] | None = None
         self._skip = 0
         """Of those under way, how many are to be forgotten."""
+        # Around a compiled model these are called, not traced: the events are taken on the stream as it is.
+        self.start, self.stop = torch.compiler.disable(self._start), torch.compiler.disable(self._stop)
 
-    def start(self) -> None:
+    def _start(self) -> None:
         while self._under_way and self._under_way[0][1].query():
             pair = self._under_way.popleft()
             if self._skip:
@@ -85,7 +87,7 @@ class _Events:
         if self._now is not None:
             self._now[0].record(torch.cuda.current_stream(self._device))
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         if self._now is not None:
             self._now[1].record(torch.cuda.current_stream(self._device))
             self._under_way.append(self._now)
