@@ -61,27 +61,27 @@ class Backing:
     def fresh(self, place: Place, size: int, count: int) -> list[Fresh]:
         """Memory for `count` chunks at a place, mapped and open. Raises OutOfMemory, DeviceLost with nothing kept."""
         driver = self._driver
-        made: list[Fresh] = []
+        handles = self._zeroed(place, size, count)
+        addresses: Sequence[Address] = ()
+        gates: list[Gate] = []
         try:
-            for _ in range(count):
-                handle = self._zeroed(place, size)
-                address = driver.reserve(size)
-                made.append(Fresh(address, handle, self.gates.new()))
-            driver.map([(f.address, f.handle) for f in made])
+            addresses = driver.reserve_many(size, count)
+            gates.extend(self.gates.new() for _ in handles)
+            driver.map(list(zip(addresses, handles, strict=True)))
         except DriverError:
-            driver.release([f.handle for f in made])
-            driver.unreserve([f.address for f in made])
-            for f in made:
-                self.gates.give_back(f.gate)
+            driver.unreserve(addresses)
+            self.stock.release(handles)
+            for gate in gates:
+                self.gates.give_back(gate)
             raise
-        self.gates.open([f.gate for f in made])
-        return made
+        self.gates.open(gates)
+        return [Fresh(*each) for each in zip(addresses, handles, gates, strict=True)]
 
     def discard(self, fresh: Sequence[Fresh]) -> None:
         """Give memory back that nobody came to use."""
         self._driver.unmap([f.address for f in fresh])
         self._driver.unreserve([f.address for f in fresh])
-        self._driver.release([f.handle for f in fresh])
+        self.stock.release([f.handle for f in fresh])
         for f in fresh:
             self.gates.give_back(f.gate)
 
@@ -303,11 +303,17 @@ class Backing:
         with self._lock:
             idle.append(stream)
 
-    def _zeroed(self, place: Place, size: int) -> Handle:
-        # Spare host memory holds another lease's bytes, so it is exchanged for new memory, not handed out.
-        if place == HOST and (spare := self.stock.take_spare(size)) is not None:
-            self.stock.release([spare])
-        return self._driver.create(place, size)
+    def _zeroed(self, place: Place, size: int, count: int) -> list[Handle]:
+        # Spare host memory holds another lease's bytes.
+        spares = self.stock.take_spares(size, count) if place == HOST else []
+        try:
+            for stage in self.stock.stages(spares):
+                self._driver.zero(stage, size)
+            return [*spares, *self._driver.create_many(place, size, count - len(spares))]
+        except DriverError:
+            for spare in spares:
+                self.stock.keep(spare)
+            raise
 
     def _stream_home(self, *places: Place) -> GpuId:
         return next((GpuId(p) for p in places if p != HOST), self._home)

@@ -2,7 +2,7 @@
 
 Taking host memory costs 0.28 s per GiB, so what comes free is kept, up to a limit. Mapping it costs 13 ms per GiB, so
 a piece that was once copied to stays mapped at an address of its own, its *stage*, beside the chunk's. A spare piece
-holds some lease's bytes: it is overwritten whole, or exchanged, before anybody else can see it. Scratch memory belongs
+holds some lease's bytes: it is overwritten whole, or zeroed, before anybody else can see it. Scratch memory belongs
 to one lease.
 """
 
@@ -35,7 +35,8 @@ class HostStock:
 
     def take(self, size: int) -> Handle:
         """Memory of one chunk: a spare one, or a new one. Its bytes are anybody's: overwrite all of it first."""
-        return self.take_spare(size) or self._driver.create(HOST, size)
+        spares = self.take_spares(size, 1)
+        return spares[0] if spares else self._driver.create(HOST, size)
 
     def stages(self, handles: Sequence[Handle]) -> list[Address]:
         """Where pieces are mapped for copies; nobody else may be at any of them. Raises DriverError."""
@@ -61,11 +62,11 @@ class HostStock:
         self._driver.unreserve(stages)
         self._driver.release(handles)
 
-    def take_spare(self, size: int) -> Handle | None:
-        """A spare piece, if there is one."""
+    def take_spares(self, size: int, count: int) -> list[Handle]:
+        """Spare pieces, `count` at most. Their bytes are anybody's."""
         with self._lock:
-            spare = self._spare.get(size)
-            return spare.pop() if spare else None
+            spare = self._spare.get(size, [])
+            return [spare.pop() for _ in range(min(count, len(spare)))]
 
     def keep(self, handle: Handle) -> None:
         """Keep memory for the next chunk."""

@@ -312,5 +312,6 @@ class Moves:
 
     async def trim(self) -> None:
         """Give host memory back that is kept for the next chunk, beyond the limit."""
-        if self._backing.stock.spare_bytes > self.spare_limit:
-            await self._work.in_thread(self._backing.stock.trim, self.spare_limit)
+        keep = 0 if HOST in self._node.draining else self.spare_limit
+        if self._backing.stock.spare_bytes > keep:
+            await self._work.in_thread(self._backing.stock.trim, keep)

@@ -53,7 +53,7 @@ class Steward:
     @pools.setter
     def pools(self, pools: dict[PoolName, PoolPolicy]) -> None:
         self._pools = pools
-        self.moves.spare_limit = sum(p.host_spill for p in pools.values()) // 8
+        self.moves.spare_limit = sum(p.host_lend + p.host_spill // 8 for p in pools.values())
 
     def wake(self) -> None:
         """Something changed: plan soon."""

@@ -296,6 +296,10 @@ class MemoryDriver(Protocol):
         """Bytes to a mapped address, now. For setup, checks and tests; never on a step's path."""
         ...
 
+    def zero(self, address: int, size: int) -> None:
+        """Zero bytes at a mapped address, now, at the speed of the memory or of the link to it."""
+        ...
+
     def health(self) -> Sequence[HealthEvent]:
         """What devices reported since the last call. Does not block."""
         ...

@@ -53,6 +53,21 @@ def test_memory_that_was_used_before_is_zero(driver: MemoryDriver, gpus: list[Gp
             driver.release([handle])
 
 
+def test_zeroed_in_part(driver: MemoryDriver, gpus: list[GpuId], unit: int) -> None:
+    for place in (gpus[0], HOST):
+        address, handle = window(driver, place, unit)
+        data = pattern(5, 1, unit)
+        driver.write(address, data)
+        driver.zero(address + 64, unit // 2)
+        assert driver.read(address, unit) == data[:64] + bytes(unit // 2) + data[64 + unit // 2 :]
+        driver.zero(address, 0)
+        with pytest.raises(InvalidUse):
+            driver.zero(address + unit, 1)
+        driver.unmap([address])
+        driver.unreserve([address])
+        driver.release([handle])
+
+
 def test_one_memory_mapped_at_two_addresses_shows_the_same_bytes(
     driver: MemoryDriver, gpus: list[GpuId], unit: int
 ) -> None:

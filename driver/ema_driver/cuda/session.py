@@ -234,6 +234,10 @@ class CudaDriver:
         pieces = list(self._space.pieces(address, len(data)))
         self._streams[self._home.id].own(lambda own: self._staging.write(own, pieces, data))
 
+    def zero(self, address: int, size: int) -> None:
+        """Zero bytes at a mapped address, now."""
+        self._fill(list(self._space.pieces(address, size)), self._home.id)
+
     def health(self) -> Sequence[HealthEvent]:
         """What NVML reported since the last call; nothing where there is no NVML."""
         return [] if self._nvml is None else self._nvml.health()
@@ -332,12 +336,17 @@ class CudaDriver:
             undo.callback(call, "cuMemAddressFree", address, size)
             self._physical.map(address, raw, size, place)
             undo.callback(call, "cuMemUnmap", address, size)
+            self._fill([(address, size)], GpuId(place) if place in self._gpus else self._home.id)
 
-            def fill(stream: Raw) -> None:
-                call("cuMemsetD8Async", address, 0, size, stream)
-                call("cuStreamSynchronize", stream)
+    def _fill(self, pieces: Sequence[tuple[int, int]], gpu: GpuId) -> None:
+        """Zero mapped pieces, on that GPU's own stream."""
 
-            self._streams[GpuId(place) if place in self._gpus else self._home.id].own(fill)
+        def fill(stream: Raw) -> None:
+            for address, size in pieces:
+                self._api.call("cuMemsetD8Async", address, 0, size, stream)
+            self._api.call("cuStreamSynchronize", stream)
+
+        self._streams[gpu].own(fill)
 
     def _check_size(self, what: str, size: int) -> None:
         self._api.check()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Final, Self, TypeVar
 
 import msgspec
 
@@ -24,6 +24,9 @@ from ema_driver.sim.streams import SimStream
 from ema_driver.sim.words import SimWords
 
 T = TypeVar("T")
+
+
+_ZEROS: Final = bytes(1 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +216,11 @@ class SimDriver:
         if data:
             with self.view(address, len(data)) as view:
                 view[:] = data
+
+    def zero(self, address: int, size: int) -> None:
+        """Zero bytes at a mapped address, now."""
+        for start in range(0, size, len(_ZEROS)):
+            self.write(address + start, _ZEROS[: size - start])
 
     def health(self) -> Sequence[HealthEvent]:
         """What devices reported since the last call."""
