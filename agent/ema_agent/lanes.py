@@ -2,7 +2,8 @@
 
 Without a cap a run is launched at once and the copy engines share the link. With one, each capped lender has a bucket
 of bytes that fills at its cap; a run that finds a bucket empty waits its turn, one queue per borrower, round-robin.
-Runs of one borrower start in the order in which they were asked for, capped or not.
+Runs of one borrower start in the order in which they were asked for, capped or not. A run that cannot be queued just
+now, since memory is swapped behind an address that it names, waits in the same queue for the moment that takes.
 """
 
 from collections import deque
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from ema_core.ids import LeaseId, Place
+from ema_driver.errors import NotMapped
 
 BURST: Final = 0.02
 """Seconds of the cap that a bucket holds at most: what may leave a quiet lender in one go."""
@@ -31,9 +33,8 @@ class Lanes:
         self._timer = False
 
     def submit(self, lease: LeaseId, sizes: Mapping[Place, int], start: Callable[[], None]) -> None:
-        """Start a run of these bytes by place now, or when it is its turn."""
-        if lease not in self._queues and self.caps.keys().isdisjoint(sizes):
-            start()
+        """Start a run of these bytes by place now, or when it is its turn. `start` may raise NotMapped."""
+        if lease not in self._queues and self.caps.keys().isdisjoint(sizes) and _starts(start):
             return
         self._queues.setdefault(lease, deque()).append((sizes, start))
         self._serve()
@@ -57,13 +58,12 @@ class Lanes:
         started = False
         for lease, queue in self._queues.items():
             sizes, start = queue[0]
-            if self._wait(sizes):
+            if self._wait(sizes) or not _starts(start):
                 before[lease] = queue
                 continue
             queue.popleft()
             for place in sizes.keys() & self.caps.keys():
                 self._level[place] -= sizes[place]
-            start()
             started = True
             if queue:
                 behind[lease] = queue
@@ -86,3 +86,11 @@ class Lanes:
     def _wake(self) -> None:
         self._timer = False
         self._serve()
+
+
+def _starts(start: Callable[[], None]) -> bool:
+    try:
+        start()
+    except NotMapped:
+        return False
+    return True

@@ -12,6 +12,7 @@ from ema_agent.lease import Chunk, Lease, State
 from ema_core import wire
 from ema_core.ids import Place
 from ema_core.wire import CopyStep, Kinds
+from ema_driver.errors import DriverError
 from ema_driver.protocol import Address, Copy, Graph, Handle, Op, Stream, Wait, Words, Write
 
 
@@ -170,10 +171,15 @@ class Copies:
 
         def make_ready() -> None:
             stream = self.streams[message.store]
-            even, odd = (
-                stream.instantiate([*ops, *self._end(wire.run_word(message.program, parity))]) for parity in (0, 1)
-            )
-            program.graphs += [even, odd]
+            made: list[Graph] = []
+            try:
+                for word in (wire.run_word(message.program, parity) for parity in (0, 1)):
+                    made += [stream.instantiate([*ops, *self._end(word)])]
+            except DriverError:
+                for graph in made:
+                    graph.close()
+                raise
+            program.graphs += made
 
         return program, make_ready
 
@@ -202,8 +208,7 @@ class Copies:
         if message.seq <= program.seq:
             return None
         self._check_ready(program)
-        if program.lost:
-            raise Refusal(Kinds.GONE, f"program {program.number} copies bytes that are lost")
+        _check_there(program)
         self._room(wire.run_word(message.program, message.seq), message.seq, program)
         program.seq = message.seq
         return program
@@ -214,13 +219,17 @@ class Copies:
             raise Refusal(Kinds.BUSY, f"program {program.number} is being made ready: wait for that answer first")
 
     def launch(self, program: Program, seq: int, now: float) -> None:
-        """Start a run that `due` let through."""
+        """Start a run that `due` let through. Raises Refusal (lost meanwhile), NotMapped with nothing queued."""
+        _check_there(program)
         program.graphs[seq & 1].launch()
         self.lease.recent[program.number] = (now, program.chunks)
         self.lease.last_used = now
 
     def run(self, message: wire.Run) -> tuple[Load, Callable[[float], None]] | None:
-        """Check copies without a program: what they are, and what queues them; None if seen before. Raises Refusal."""
+        """Check copies without a program: what they are, and what queues them; None if seen before. Raises Refusal.
+
+        What queues them raises Refusal (lost meanwhile), or NotMapped with nothing queued.
+        """
         if message.seq <= self.run_seq:
             return None
         chunks: list[Chunk] = []
@@ -231,12 +240,20 @@ class Copies:
         self.run_seq = message.seq
 
         def queue(now: float) -> None:
+            if any(c.state is State.LOST for c in chunks):
+                raise Refusal(Kinds.GONE, "the run copies bytes that are lost")
             self.streams[message.store].enqueue([*ops, *self._end(word)])
             for c in chunks:
                 c.last_used = now
             self.lease.last_used = now
 
         return load, queue
+
+    def withdraw(self, message: wire.Start | wire.Run) -> None:
+        """A run that was let through is not queued after all. Its client is told, not shown an end by the notice."""
+        word = wire.run_word(message.program if isinstance(message, wire.Start) else -1, message.seq)
+        self._private.store(word, 0)
+        self._under_way.pop(word, None)
 
     def busy(self, chunks: Iterable[Chunk]) -> bool:
         """Whether a run under way copies any of these chunks."""
@@ -321,3 +338,8 @@ class Copies:
                 )
             yield chunk, offset, size, at - step.at
             at += size
+
+
+def _check_there(program: Program) -> None:
+    if program.lost:
+        raise Refusal(Kinds.GONE, f"program {program.number} copies bytes that are lost")

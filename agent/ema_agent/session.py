@@ -26,7 +26,7 @@ from ema_agent.steward import Steward
 from ema_core import wire
 from ema_core.ids import Place
 from ema_core.wire import Kinds
-from ema_driver.errors import DriverError, InvalidUse
+from ema_driver.errors import DriverError, InvalidUse, NotMapped
 from ema_driver.protocol import MemoryDriver, Stream
 
 PENDING: Final = 64
@@ -122,37 +122,50 @@ class Session:
         if program is None:
             self._steward.ledger.repeats += 1
             return
-        if not self._lanes.caps:
-            self.copies.launch(program, message.seq, time.monotonic())
-            return
-        start = partial(self.copies.launch, program, message.seq)
-        self._lanes.submit(self.lease.id, program.sizes(self.lease), lambda: start(time.monotonic()))
+        sizes = program.sizes(self.lease) if self._lanes.caps else {}
+        launch = partial(self.copies.launch, program, message.seq)
+        self._lanes.submit(self.lease.id, sizes, partial(self._launch, message, launch))
 
     def _run(self, message: wire.Run) -> None:
         self._few(message.steps)
         if (run := self.copies.run(message)) is None:
             self._steward.ledger.repeats += 1
         else:
-            self._submit(*run)
+            load, queue = run
+            self._lanes.submit(self.lease.id, _sizes(load), partial(self._launch, message, queue))
 
-    def _submit(self, run: Load, start: Callable[[float], None]) -> None:
-        """Start a run when it is its turn; its bytes are taken as spread evenly over its chunks."""
-        sizes = Counter[Place]()
-        part = sum(s.size for s in run.steps) // max(1, len(run.chunks))
-        for chunk in run.chunks:
-            sizes[chunk.place] += part
-        self._lanes.submit(self.lease.id, sizes, lambda: start(time.monotonic()))
+    def _launch(self, message: wire.Start | wire.Run, queue: Callable[[float], None]) -> None:
+        """Queue a run, whose turn it is. Raises NotMapped with nothing done."""
+        try:
+            queue(time.monotonic())
+        except NotMapped:
+            raise
+        except Refusal as refusal:  # what it names was lost while it waited
+            why = refusal
+        except DriverError as error:
+            why = Refusal(Kinds.INTERNAL, f"the driver refused: {error}")
+        else:
+            return
+        self.copies.withdraw(message)
+        self._refuse(message, why)
 
     def _open_program(self, message: wire.OpenProgram) -> None:
         self._few(message.steps)
         program, make_ready = self.copies.open_program(message)
 
         async def ready() -> int:
-            try:
-                await self._steward.work.apart(make_ready)
-            except DriverError:
-                self.copies.forget_program(program)
-                raise
+            while not program.graphs:
+                try:
+                    await self._steward.work.apart(make_ready)
+                except NotMapped:  # memory is swapped behind one of its addresses
+                    await asyncio.sleep(PAUSE)
+                    if not (self.closing or program.lost):
+                        continue
+                    self.copies.forget_program(program)
+                    raise
+                except DriverError:
+                    self.copies.forget_program(program)
+                    raise
             return program.size
 
         self.line.later(message.id, ready())
@@ -341,3 +354,12 @@ def welcome(session: Session, driver: MemoryDriver, node: Node) -> tuple[wire.We
 
 def _nothing() -> None:
     """Nothing was lent for the answer."""
+
+
+def _sizes(load: Load) -> Counter[Place]:
+    """Bytes by lender, taken as spread evenly over the chunks."""
+    sizes = Counter[Place]()
+    part = sum(s.size for s in load.steps) // max(1, len(load.chunks))
+    for chunk in load.chunks:
+        sizes[chunk.place] += part
+    return sizes

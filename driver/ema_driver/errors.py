@@ -23,6 +23,10 @@ class InvalidUse(DriverError):
     """The caller broke a rule of the Protocol (a size that is no multiple of the granularity, an unknown address)."""
 
 
+class NotMapped(InvalidUse):
+    """Nothing is mapped at an address just now. Nothing was queued: do it again when something is."""
+
+
 class DeviceLost(DriverError):
     """The device fell off the bus: what was on it is gone."""
 

@@ -168,7 +168,8 @@ class Graph(Protocol):
     def launch(self) -> None:
         """Append the operations to the stream that the graph was made for. Allocates nothing.
 
-        Never blocks while few launches are outstanding; a GPU's queue has an end, though a far one.
+        Never blocks while few launches are outstanding; a GPU's queue has an end, though a far one. Raises NotMapped
+        where the driver has to look at the addresses when copies are queued, and nothing is mapped at one just then.
         """
         ...
 
@@ -181,13 +182,14 @@ class Stream(Protocol):
     """A queue of operations that run in order, without the CPU of whoever queued them."""
 
     def enqueue(self, ops: Sequence[Op]) -> None:
-        """Append operations."""
+        """Append operations. Raises NotMapped like `Graph.launch`."""
         ...
 
     def instantiate(self, ops: Sequence[Op]) -> Graph:
         """Make operations ready to be launched on this stream, again and again.
 
-        Copies name addresses with something mapped behind them; what that is may change before each launch.
+        Copies name addresses with something mapped behind them; what that is may change before each launch. Raises
+        NotMapped like `Graph.launch`.
         """
         ...
 

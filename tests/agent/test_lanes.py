@@ -3,8 +3,11 @@
 import time
 from collections.abc import Callable
 
+import pytest
+
 from ema_agent.lanes import BURST, Lanes
 from ema_core.ids import HOST, GpuId, LeaseId, Place
+from ema_driver.errors import NotMapped
 from nodes import MIB, TINY, Node, pattern, pool
 
 A, B = GpuId(Place("GPU-a")), GpuId(Place("GPU-b"))
@@ -39,6 +42,33 @@ def test_without_a_cap_a_run_starts_at_once() -> None:
         bench.submit(TWO, 10**9, HOST)
     assert len(bench.started) == 100
     assert not bench.timers
+
+
+@pytest.mark.parametrize("cap", [0, 10**6])
+def test_a_run_whose_memory_is_being_swapped_waits_and_with_it_those_behind_it(cap: int) -> None:
+    bench = Bench(**({"a": cap} if cap else {}))
+    swapping, tries = True, 0
+
+    def start() -> None:
+        nonlocal tries
+        tries += 1
+        if swapping:
+            raise NotMapped("nothing is mapped")
+        bench.started.append((bench.now, ONE))
+
+    bench.lanes.submit(ONE, {A: 10}, start)
+    bench.lanes.submit(ONE, {A: 10}, lambda: bench.started.append((bench.now, "behind")))
+    bench.submit(TWO, 10)
+    assert [who for _, who in bench.started] == [TWO]
+    bench.run(0.05)
+    assert [who for _, who in bench.started] == [TWO]
+    assert 10 < tries < 100
+    swapping = False
+    bench.run(0.1)
+    assert [who for _, who in bench.started] == [TWO, ONE, "behind"]
+    assert not bench.timers
+    bench.submit(ONE, 10)
+    assert len(bench.started) == 4
 
 
 def test_the_cap_holds_over_any_time() -> None:

@@ -2,17 +2,21 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
 
 import ema
+from ema_agent import moves
 from ema_agent.lease import Chunk, State
 from ema_agent.own_share import OwnShare
 from ema_core import wire
 from ema_core.ids import Place
-from ema_driver.errors import DriverError, OutOfMemory
+from ema_driver.errors import DriverError, NotMapped, OutOfMemory
 from ema_driver.protocol import Handle
+from ema_driver.sim import faults
 from nodes import MIB, TINY, Borrower, Node, pattern, until
 
 SIZE = 12 * MIB
@@ -89,6 +93,87 @@ def test_a_lender_has_its_bytes_before_the_copies_in_host_memory_are_mapped(make
     back = bytearray(12 * MIB)
     region.fetch(0, back)
     assert back == data
+
+
+class LookingAtAddresses:
+    """Has a client's simulated streams look at addresses when copies are queued, as CUDA does."""
+
+    def __init__(self, node: Node) -> None:
+        (self.session,) = [s for s in node.agent.sessions.values() if s.copies.programs]
+        self.refused = 0
+        for stream in self.session.copies.streams.values():
+            stream.enqueue = partial(self._look, stream.enqueue)  # type: ignore[assignment,method-assign]
+            stream.instantiate = partial(self._look, stream.instantiate)  # type: ignore[assignment,method-assign]
+        for program in self.session.copies.programs.values():
+            for graph in program.graphs:
+                graph.launch = partial(self._look, graph.launch)  # type: ignore[assignment,method-assign]
+
+    def _look(self, queue: Callable[..., object], *arguments: object) -> object:
+        if all(c.mapped for c in self.session.lease.chunks()):
+            return queue(*arguments)
+        self.refused += 1
+        raise NotMapped("nothing is mapped")
+
+
+def test_what_is_started_while_memory_is_swapped_starts_when_it_is_there(make_node: Callable[..., Node]) -> None:
+    node = make_node(TINY)
+    owner, client = node.connect(1), node.connect(0)
+    share, region = owner.share(14 * MIB), client.region(12 * MIB)
+    data = pattern(1, 12 * MIB)
+    region.store(data, at=0)
+    window = client.window(4, MIB)
+    program = client.program([region.step(window[i], 2 * i * MIB) for i in range(3)])
+    all_clean(node)
+    streams = node.on_loop(lambda: LookingAtAddresses(node))
+    goes_on, appear = threading.Event(), node.agent.backing.appear
+
+    def wait(chunks: Sequence[Chunk]) -> DriverError | None:
+        assert goes_on.wait(10.0)
+        return appear(chunks)
+
+    node.agent.backing.appear = wait  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            share.grow(14 * MIB)
+            run = program.start()
+            fetched = region.fetch(11 * MIB, window[3])
+            made = threads.submit(lambda: client.program([region.step(window[3], 4 * MIB)]))
+            until(lambda: streams.refused > 10, saying="they are tried again")
+            assert not any((window[0].full, window[3].full, made.done()))
+        finally:
+            goes_on.set()
+        run.wait(10.0)
+        fetched.wait(10.0)
+        assert [bytes(window[i].wait(10.0) or b"") for i in range(3)] == [data[2 * i * MIB :][:MIB] for i in range(3)]
+        assert bytes(window[3].wait(10.0) or b"") == data[11 * MIB :]
+        window[3].release()
+        made.result(10.0).start().wait(10.0)
+        assert bytes(window[3].wait(10.0) or b"") == data[4 * MIB :][:MIB]
+
+
+def test_a_run_that_waits_for_memory_that_is_lost_is_refused(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moves, "LANDING", 0.3)
+    node = make_node(TINY)
+    owner, client = node.connect(1), node.connect(0)
+    share, region = owner.share(14 * MIB), client.region(12 * MIB)
+    region.store(pattern(1, 12 * MIB), at=0)
+    window = client.window(2, MIB)
+    program = client.program([region.step(window[0], i * MIB) for i in range(12)])
+    all_clean(node)
+    streams = node.on_loop(lambda: LookingAtAddresses(node))
+    node.observer.inject(faults.RefusedMapping(place=-1))
+    share.grow(14 * MIB)
+    run = program.start()
+    with pytest.raises(ema.DataLost):
+        run.wait(10.0)
+    assert streams.refused > 0
+    assert not window[0].full
+    node.observer.clear(faults.RefusedMapping(place=-1))
+    program.close()
+    region.close()
+    node.until(lambda a: not any(s.copies._under_way for s in a.sessions.values()))
 
 
 def test_a_share_grows_though_somebody_took_what_was_free_just_before(node: Node) -> None:

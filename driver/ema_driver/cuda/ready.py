@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from ema_driver.cuda.api import Raw
+from ema_driver.cuda.space import Space
 from ema_driver.errors import ContextLost, InvalidUse
 
 Prepared = tuple[Callable[..., Raw], tuple[Raw, ...]]
@@ -30,15 +31,25 @@ class Queueing(Protocol):
 class CudaCalls:
     """Operations made ready as a list of calls. Made by `CudaStream.instantiate`."""
 
-    def __init__(self, stream: Queueing, calls: list[Prepared]) -> None:
-        self._stream = stream
+    def __init__(self, stream: Queueing, space: Space, calls: list[Prepared], spans: Sequence[tuple[int, int]]) -> None:
+        """`spans` are the addresses and sizes that they touch."""
+        self._stream, self._space, self._spans = stream, space, spans
         self._calls: list[Prepared] | None = calls
+        self._looked = -1
+        """The space's number when all of them were last seen mapped."""
 
     def launch(self) -> None:
-        """Append the operations to the stream. Never blocks while few launches are outstanding; allocates nothing."""
+        """Append the operations to the stream. Never blocks while few launches are outstanding; allocates nothing.
+
+        Raises NotMapped with nothing queued.
+        """
         if self._calls is None:
             raise InvalidUse("the graph is closed")
-        self._stream.make(self._calls)
+        with self._space.steady() as number:
+            if number != self._looked:
+                self._space.check(self._spans)
+                self._looked = number
+            self._stream.make(self._calls)
 
     def close(self) -> None:
         """Give the operations up."""

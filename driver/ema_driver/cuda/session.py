@@ -179,6 +179,7 @@ class CudaDriver:
             for address, handle in taken:
                 self._physical.map(address, handle.raw, handle.size, handle.place)
                 undo.callback(self._api.call, "cuMemUnmap", address, handle.size)
+                self._space.done(address)
             undo.pop_all()
 
     def unmap(self, addresses: Sequence[Address]) -> None:

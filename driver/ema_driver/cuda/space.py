@@ -1,14 +1,16 @@
 """A session's addresses: reserved ranges, and what is mapped in them. Checks before the driver is asked.
 
-The driver takes an address that it does not know for ordinary host memory, and reads it: a copy from a range with
-nothing mapped in it would kill the process, not fail. So every address is looked up here first.
+The driver looks at the addresses of a copy when it is queued, and takes one that it does not know for ordinary host
+memory, which it reads: a copy from a range with nothing mapped in it would kill the process, not fail. So every address
+is looked up here first, and stays mapped until the copy is queued (`steady`). What is mapped may change afterwards.
 """
 
 import threading
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from ema_driver.errors import InvalidUse
+from ema_driver.errors import InvalidUse, NotMapped
 
 
 class Space:
@@ -16,10 +18,14 @@ class Space:
 
     def __init__(self, granularity: int) -> None:
         self._granularity = granularity
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._unmapped = 0
+        """How often anything was."""
         self._ranges: dict[int, int] = {}
         self._range_starts: list[int] = []
         self._mapped: dict[int, int] = {}
+        self._to_come: set[int] = set()
+        """Of those, what the driver has yet to map."""
         self._starts: list[int] = []
 
     def enter(self, address: int, size: int) -> None:
@@ -44,18 +50,27 @@ class Space:
             return gone
 
     def map(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Enter mappings (address, size), all or none. Raises InvalidUse (outside a range, already mapped)."""
+        """Enter mappings (address, size) to come, all or none: they count when they are `done`.
+
+        Raises InvalidUse (outside a range, already mapped).
+        """
         with self._lock:
             entered: list[int] = []
             try:
                 for address, size in spans:
                     self._check(address, size)
                     self._mapped[address] = size
+                    self._to_come.add(address)
                     insort(self._starts, address)
                     entered.append(address)
             except InvalidUse:
                 self._forget(entered)
                 raise
+
+    def done(self, address: int) -> None:
+        """The driver has mapped it."""
+        with self._lock:
+            self._to_come.discard(address)
 
     def unmap(self, addresses: Sequence[int]) -> list[tuple[int, int]]:
         """Take mappings out, all or none; address and size of each. Raises InvalidUse (unknown, named twice)."""
@@ -66,6 +81,7 @@ class Space:
                 if address not in self._mapped:
                     raise InvalidUse(f"unmap: nothing is mapped exactly at {address:#x}")
             spans = [(address, self._mapped[address]) for address in addresses]
+            self._unmapped += 1
             self._forget(addresses)
             return spans
 
@@ -77,11 +93,23 @@ class Space:
         while address < end:
             with self._lock:
                 start = self._below(address)
-                stop = 0 if start is None else start + self._mapped[start]
+                stop = 0 if start is None or start in self._to_come else start + self._mapped[start]
             if stop <= address:
-                raise InvalidUse(f"nothing is mapped at {address:#x}")
+                raise NotMapped(f"nothing is mapped at {address:#x}")
             yield address, min(stop, end) - address
             address = min(stop, end)
+
+    @contextmanager
+    def steady(self) -> Iterator[int]:
+        """What is mapped stays so meanwhile. A number that is another one after anything was unmapped."""
+        with self._lock:
+            yield self._unmapped
+
+    def check(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Raise NotMapped unless something is mapped at all of these (address, size)."""
+        for address, size in spans:
+            for _ in self.pieces(address, size):
+                pass
 
     def everything(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """All mappings and all ranges, for the end of a session; afterwards there are none."""
@@ -108,6 +136,7 @@ class Space:
         return self._starts[at] if at >= 0 else None
 
     def _forget(self, addresses: Sequence[int]) -> None:
+        self._to_come.difference_update(addresses)
         for address in addresses:
             del self._mapped[address]
         if len(addresses) > 8:

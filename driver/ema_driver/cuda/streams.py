@@ -139,12 +139,13 @@ class CudaStream:
         self._pages: set[CudaWords] = set()
 
     def enqueue(self, ops: Sequence[Op]) -> None:
-        """Append operations. Raises InvalidUse before anything is queued."""
+        """Append operations. Raises InvalidUse, NotMapped among it, before anything is queued."""
         self._check()
-        calls = self._calls(ops)
-        with self._streams.queueing, self._gpu.current():
-            for name, arguments in calls:
-                self._api.call(name, *arguments(self.queue.stream))
+        with self._streams.space.steady():
+            calls = self._calls(ops)
+            with self._streams.queueing, self._gpu.current():
+                for name, arguments in calls:
+                    self._api.call(name, *arguments(self.queue.stream))
 
     def instantiate(self, ops: Sequence[Op]) -> CudaCalls | CudaGraph:
         """Make operations ready. What they name must be mapped now, and may be replaced later.
@@ -153,25 +154,31 @@ class CudaStream:
         graph while some other one is blocked in a wait (seen on an H200: it blocks until that goes on).
         """
         self._check()
+        space = self._streams.space
         calls = self._calls(ops)
+        spans = [(at, op.size) for op in ops if isinstance(op, Copy) for at in (op.target, op.source)]
         if len(calls) <= MOST_CALLS:
-            return CudaCalls(self, [(getattr(self._api.cu, name), of(self.queue.stream)) for name, of in calls])
-        return self._graph(calls)
+            ready = [(getattr(self._api.cu, name), of(self.queue.stream)) for name, of in calls]
+            return CudaCalls(self, space, ready, spans)
+        return self._graph(calls, spans)
 
-    def _graph(self, calls: list[Call]) -> CudaGraph:
+    def _graph(self, calls: list[Call], spans: Sequence[tuple[int, int]]) -> CudaGraph:
         made: list[Raw] = []
+        space = self._streams.space
 
         def capture(own: Raw) -> None:
             # On a stream of its own: whatever others queue meanwhile must not become part of the graph.
             api = self._api
-            api.call("cuStreamBeginCapture", own, getattr(api.cu.CUstreamCaptureMode, _RELAXED))
-            try:
-                for name, arguments in calls:
-                    api.call(name, *arguments(own))
-            except DriverError:
-                api.cu.cuStreamEndCapture(own)
-                raise
-            graph = api.call("cuStreamEndCapture", own)
+            with space.steady():
+                space.check(spans)
+                api.call("cuStreamBeginCapture", own, getattr(api.cu.CUstreamCaptureMode, _RELAXED))
+                try:
+                    for name, arguments in calls:
+                        api.call(name, *arguments(own))
+                except DriverError:
+                    api.cu.cuStreamEndCapture(own)
+                    raise
+                graph = api.call("cuStreamEndCapture", own)
             try:
                 made.append(api.call("cuGraphInstantiate", graph, 0))
                 # Otherwise the first launch would do it.
