@@ -50,7 +50,7 @@ bench: $(VENV)/dev
 # On a machine with an NVIDIA GPU and torch: each prints its bound and its rivals.
 bench-gpu: $(VENV)/dev
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[cuda,torch,dev]' accelerate
-	@for script in driver streaming serving training; do echo "== bench/$$script.py"; $(BIN)/python bench/$$script.py; done
+	@for script in driver streaming serving training cache gpu_reclaim lender; do echo "== bench/$$script.py"; $(BIN)/python bench/$$script.py; done
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
