@@ -164,7 +164,7 @@ class Copies:
             if region is not None and region.droppable:
                 raise Refusal.bad("steps.region", step.region, "a region that is not droppable (use a run)")
         chunks: list[Chunk] = []
-        ops = self._ops(message.steps, message.store, chunks)
+        ops = self._ops(message.steps, message.store, chunks, wire.MAX_COPIES)
         unique = list(dict.fromkeys(chunks))
         program = Program(message.program, message.store, tuple(message.steps), unique)
         self.programs[program.number] = program
@@ -233,7 +233,7 @@ class Copies:
         if message.seq <= self.run_seq:
             return None
         chunks: list[Chunk] = []
-        ops = self._ops(message.steps, message.store, chunks)
+        ops = self._ops(message.steps, message.store, chunks, wire.MAX_RUN_COPIES)
         word = wire.run_word(-1, message.seq)
         load = Load(message.steps, chunks)
         self._room(word, message.seq, load)
@@ -291,7 +291,7 @@ class Copies:
     def _end(self, word: int) -> list[Op]:
         return [Write(self._private, word, 0), Write(self.notice, word, 0)]
 
-    def _ops(self, steps: Sequence[CopyStep], store: bool, chunks: list[Chunk]) -> list[Op]:
+    def _ops(self, steps: Sequence[CopyStep], store: bool, chunks: list[Chunk], most: int) -> list[Op]:
         ops: list[Op] = []
         before, after = (wire.FULL, wire.EMPTY) if store else (wire.EMPTY, wire.FULL)
         for position, step in enumerate(steps, 1):
@@ -307,8 +307,8 @@ class Copies:
                 )
             word = step.slot * wire.SLOT_WORDS
             ops.append(Wait(self.shared, word + wire.SLOT_FLAG, before))
-            if len(chunks) + step.size // self.lease.chunk > wire.MAX_COPIES:
-                raise Refusal.bad("steps", "more copies", f"at most {wire.MAX_COPIES} copies, one per chunk and step")
+            if len(chunks) + step.size // self.lease.chunk > most:
+                raise Refusal.bad("steps", "more copies", f"at most {most} copies, one per chunk and step")
             for chunk, offset, size, done in self._pieces(step, position):
                 chunks.append(chunk)
                 there, here = int(chunk.address) + offset, address + step.slot_at + done

@@ -2,8 +2,14 @@
 
 import threading
 import time
+from collections.abc import Callable
+from unittest import mock
 
-from nodes import MIB, Node, pattern
+import pytest
+
+import ema
+from ema_core import wire
+from nodes import KIB, MIB, SMALL, Node, pattern, pool
 
 
 def test_a_run_begins_while_the_one_before_last_waits_for_its_client(node: Node) -> None:
@@ -48,3 +54,24 @@ def test_waiting_beside_other_work_is_not_exposed(node: Node) -> None:
     threading.Timer(0.05, lambda: region.fetch(0, slot)).start()
     slot.wait(5, needed_at=time.monotonic())
     assert client.exposed_wait - before >= 0.02
+
+
+def test_a_run_of_more_copies_than_a_queue_takes_is_refused_by_client_and_agent(
+    make_node: Callable[..., Node],
+) -> None:
+    client = make_node(SMALL, pool(chunk="64Ki")).connect(0)
+    most = wire.MAX_RUN_COPIES
+    region, window = client.region((most + 1) * 64 * KIB), client.window(1, (most + 1) * 64 * KIB)
+    data = pattern(1, region.size)
+    client.program([region.step(window[0])])  # a program takes more
+    steps = [region.step(window[0], 0, most * 64 * KIB)]
+    for size, at in ((region.size, 0), (most * 64 * KIB, 1)):
+        with pytest.raises(ema.BadInput, match=f"copies is {most + 1}; expected at most {most}"):
+            region.fetch(at, window[0], size)
+    with mock.patch.object(client, "run", lambda steps, store: client.runs.run(steps, store=store)):
+        run = region.fetch(0, window[0])
+        with pytest.raises(ema.BadInput, match=f"at most {most} copies"):
+            run.wait(10.0)
+    region.store(data, at=0)
+    client.run(steps, store=False).wait(10.0)
+    assert bytes(window[0].wait(10.0) or b"")[: most * 64 * KIB] == data[: most * 64 * KIB]
