@@ -59,14 +59,11 @@ class _OnStream:
     """Real GPUs: the stream waits, and this thread goes on. Nothing here can fail because of the agent."""
 
     def __init__(self, driver: StreamOrdered, device: torch.device) -> None:
-        def stream() -> int:
-            return int(torch.cuda.current_stream(device).cuda_stream)
-
         def wait(slot: "Slot", value: int) -> None:
-            driver.wait_on(stream(), *slot.flag, value)
+            driver.wait_on(_stream(device), *slot.flag, value)
 
         def write(slot: "Slot", value: int) -> None:
-            driver.write_on(stream(), *slot.flag, value)
+            driver.write_on(_stream(device), *slot.flag, value)
 
         # Around a compiled model these are called, not traced: no compiler knows such operations.
         self._wait, self._write = torch.compiler.disable(wait), torch.compiler.disable(write)
@@ -82,3 +79,7 @@ class _OnStream:
 
     def filled(self, slot: "Slot") -> None:
         self._write(slot, FULL)
+
+
+def _stream(device: torch.device) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
