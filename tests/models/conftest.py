@@ -11,7 +11,7 @@ import pytest
 import ema
 from ema_driver import open_node
 from ema_driver.errors import DriverUnavailable
-from ema_driver.protocol import MemoryDriver
+from ema_driver.protocol import MemoryDriver, StreamOrdered
 from ema_driver.sim import GpuGroup
 from nodes import MIB, Node, node, pool, sim
 from real import agent
@@ -45,6 +45,13 @@ def real_agent(real_gpu: MemoryDriver, tmp_path_factory: pytest.TempPathFactory)
     folder = tmp_path_factory.mktemp("real")
     with agent(folder):
         yield folder
+
+
+@pytest.fixture
+def forget_kinds() -> Iterator[None]:
+    """Afterwards Python finds out anew what a driver can do: it remembers what one could while it was patched."""
+    yield
+    StreamOrdered._abc_caches_clear()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -127,7 +127,7 @@ def test_an_agent_that_is_killed(tmp_path: Path, when: int, in_place: bool) -> N
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def streams(forget_kinds: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001  (ends last)
     """Slots are handed over as on a real GPU: by a stream that waits for words, and cannot raise."""
 
     def wait_on(_: SimDriver, stream: int, page: Words, index: int, value: int) -> None:

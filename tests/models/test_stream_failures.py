@@ -219,7 +219,7 @@ def test_an_agent_that_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def streams(forget_kinds: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001  (ends last)
     """Slots are handed over as on a real GPU: by a stream that waits for words, and cannot raise."""
 
     def wait_on(_: SimDriver, _stream: int, page: Words, index: int, value: int) -> None:
