@@ -163,7 +163,7 @@ class Draft:
         index, host = self.index, self.host
         vanished = len(self.places) > host + 1
         # Mostly everybody reaches everything but himself: then there is only one place to look at.
-        simple = {gpu for gpu, row in self.rates.items() if row.count(0) == 1 and gpu in index and not row[index[gpu]]}
+        simple = {gpu for gpu, row in self.rates.items() if row.count(0) == 1 and index.get(gpu, host + 1) <= host and not row[index[gpu]]}
         if not vanished and simple.issuperset(self.gpu):
             return [(i, index[gpu]) for i, gpu in enumerate(self.gpu) if gpu in self.leases[i].held]
         found = []
