@@ -35,6 +35,11 @@ def pool(gpus: list[GpuId]) -> PoolPolicy:
     )
 
 
+def wish(mean: int, dice: random.Random) -> int:
+    """Bytes that one lease wants: half of `mean` to one and a half times as much, to the nearest chunk."""
+    return (dice.randrange(mean // 2, mean * 3 // 2) + CHUNK // 2) // CHUNK * CHUNK
+
+
 def server(count: int, leases: int, load: float, dice: random.Random) -> NodeState:
     """A full mesh whose leases want `load` times what is idle, in three tiers, a third of it kept."""
     ids = [GpuId(Place(f"GPU-{k:02d}")) for k in range(count)]
@@ -46,7 +51,7 @@ def server(count: int, leases: int, load: float, dice: random.Random) -> NodeSta
     each = int(idle * load / leases)
     made = []
     for k in range(leases):
-        want = dice.randrange(each // 2, each * 3 // 2) // CHUNK * CHUNK
+        want = wish(each, dice)
         kept = want // 3 // CHUNK * CHUNK
         made.append(
             Lease(
@@ -73,12 +78,15 @@ def settled(state: NodeState, pools: list[PoolPolicy]) -> NodeState:
 
 
 def event(state: NodeState, dice: random.Random) -> NodeState:
-    """What makes an agent plan: mostly a lease that asks for more or less, else a lender that uses more or less."""
+    """What makes an agent plan: mostly a lease that asks for more or less, else a lender that uses more or less.
+
+    A lease asks for what it might have asked for at first, so that all together keep wanting the same.
+    """
     if dice.random() < 0.7:
         leases = list(state.leases)
         k = dice.randrange(len(leases))
         lease = leases[k]
-        leases[k] = replace(lease, droppable=dice.randrange(0, lease.limit) // CHUNK * CHUNK)
+        leases[k] = replace(lease, droppable=wish(lease.limit // 2, dice) - lease.kept)
         return replace(state, leases=tuple(leases))
     gpus = list(state.gpus)
     k = dice.randrange(len(gpus))

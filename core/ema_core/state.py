@@ -6,6 +6,7 @@ immutable; the order of tuples never matters to the policy.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import NamedTuple
 
 from ema_core.ids import HOST, GpuId, LeaseId, Place, PoolName
@@ -71,14 +72,21 @@ class Holding:
         return self.clean + self.dirty + self.droppable
 
 
+Layout = tuple[int, tuple[Place, ...]]
+"""Chunk size in bytes, and the places of a node."""
+
+
 class Figures(NamedTuple):
     """One lease for the policy's inner loops: bytes, in whole chunks."""
 
-    chunk: int
+    layout: Layout
+    """What the figures were made for."""
     kept_wanted: int
     """Rounded up, within the limit."""
     droppable_wanted: int
     """Rounded up."""
+    asked: int
+    """Demand in all, to the byte, within the limit."""
     limit: int
     """Rounded down."""
     assured: int
@@ -87,15 +95,18 @@ class Figures(NamedTuple):
     """Held anywhere."""
     droppable: int
     """Held anywhere."""
+    held: int
+    """In all."""
     on_gpus: int
-    on_host: int
     droppable_on_host: int
-    spots: tuple[tuple[Place, int], ...]
-    """Bytes held at each place."""
     weight: int
     priority: int
     gpu: GpuId
     pool: PoolName
+    at: tuple[int, ...]
+    """Bytes held at each place of the layout."""
+    astray: tuple[tuple[Place, int], ...]
+    """Bytes held at places that are not in the layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,35 +147,38 @@ class Lease:
         """Bytes wanted in all."""
         return self.kept + self.droppable
 
-    def count(self, chunk: int) -> Figures:
-        """This lease in whole chunks of `chunk` bytes, added up."""
+    def count(self, layout: Layout) -> Figures:
+        """This lease in whole chunks, added up."""
+        chunk, places = layout
         kept = droppable = on_host = droppable_on_host = 0
-        spots = []
+        sizes = {}
         for place, h in self.held.items():
             surely, maybe = h.clean + h.dirty, h.droppable
             kept += surely
             droppable += maybe
-            spots.append((place, surely + maybe))
+            sizes[place] = surely + maybe
             if place == HOST:
                 on_host, droppable_on_host = surely + maybe, maybe
         limit = self.limit // chunk * chunk
-        # By position: naming fifteen fields costs as much as all the rest here.
+        # By position: naming all fields costs as much as all the rest here.
         figures = Figures(
-            chunk,
+            layout,
             min(limit, -(-self.kept // chunk) * chunk),
             -(-self.droppable // chunk) * chunk,
+            min(limit, self.kept + self.droppable),
             limit,
             self.guaranteed // chunk * chunk,
             kept,
             droppable,
+            kept + droppable,
             kept + droppable - on_host,
-            on_host,
             droppable_on_host,
-            tuple(spots),
             self.weight,
             self.priority,
             self.gpu,
             self.pool,
+            tuple(map(sizes.pop, places, repeat(0))),
+            tuple(sizes.items()),
         )
         object.__setattr__(self, "figures", figures)
         return figures

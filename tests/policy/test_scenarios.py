@@ -263,6 +263,21 @@ def test_a_lease_whose_pool_is_gone_gets_nothing_and_gives_back_what_it_can() ->
     assert done.entitlement == {"a": 0}
 
 
+def test_bytes_on_a_gpu_that_is_gone_leave_it_though_paths_still_name_it() -> None:
+    paths = mesh(3)
+    del paths[gid(0), gid(2)]
+    state = node(gpus(0, 10), lease("a", 0, 4, held={2: Holding(droppable=4)}), paths=paths)
+    done = plan(state, [pool(2)], 0.0)
+    assert done.moves == (Move(LeaseId("a"), gid(2), gid(1), 4, droppable=True, cause=Cause.HEALTH),)
+
+
+def test_borrowers_on_gpus_that_the_node_does_not_have_are_not_taken_for_each_other() -> None:
+    stuck = lease("a", 8, 4, held={0: Holding(droppable=4)})
+    state = node(gpus(10), stuck, lease("b", 9, 4), paths={(gid(0), gid(9)): 400})
+    done = plan(state, [pool(1)], 0.0)
+    assert done.grants == (Grant(LeaseId("b"), gid(0), 4, droppable=True),)
+
+
 def test_a_limit_smaller_than_a_chunk_lends_nothing() -> None:
     state = node(gpus(0, 100), lease("a", 0, 50))
     assert plan(state, [pool(2, most=1, chunk=4)], 0.0).empty

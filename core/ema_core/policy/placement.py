@@ -8,6 +8,8 @@ wait in host memory to be promoted.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import gt, or_
 
 from ema_core.plan import Cause
 from ema_core.policy.draft import CLEAN, DIRTY, DROPPABLE, NEW, Draft
@@ -64,13 +66,9 @@ class Taker:
 def takers(draft: Draft) -> list[Taker]:
     """Everybody who is short of something it is entitled to, first in the queue first."""
     found = []
-    share, gpu_share, on_gpus, on_host = draft.share, draft.gpu_share, draft.on_gpus, draft.on_host
-    below = [
-        i
-        for i, (all_, seats, here, there) in enumerate(zip(share, gpu_share, on_gpus, on_host, strict=True))
-        if all_ > here + there or (there and seats > here)
-    ]
-    for i in below:
+    share, gpu_share, held, on_gpus = draft.share, draft.gpu_share, draft.held, draft.on_gpus
+    below = map(or_, map(gt, share, held), map(gt, gpu_share, on_gpus))
+    for i in compress(range(len(share)), below):
         entitled = share[i]
         lease = draft.leases[i]
         pool = draft.pools[draft.pool_of[i]]
@@ -79,11 +77,11 @@ def takers(draft: Draft) -> list[Taker]:
         seats = gpu_share[i]
         if draft.now - lease.reclaimed_at < pool.min_hold or (i in draft.reclaimed and pool.min_hold > 0):
             seats = assured
-        new = max(0, entitled - on_gpus[i] - on_host[i])
+        new = max(0, entitled - held[i])
         kept = min(new, max(0, draft.kept_share[i] - draft.kept_held[i]))
         asked = draft.chunks(i, lease.droppable)
         droppable = min(new - kept, max(0, asked - draft.droppable_held[i]))
-        seats = min(max(0, seats - on_gpus[i]), kept + droppable + on_host[i])
+        seats = min(max(0, seats - on_gpus[i]), kept + droppable + draft.on_host(i))
         if seats or kept or droppable:
             found.append(Taker(i, seats, kept, droppable, starved))
     found.sort(key=lambda taker: -draft.leases[taker.i].priority)
@@ -156,56 +154,59 @@ def _take_from_others(draft: Draft, hungry: list[Taker]) -> None:
     leases = draft.leases
     spare = [
         (leases[i].priority, draft.gpu_share[i] - draft.on_gpus[i], draft.last_used(i, k), leases[i].id, i, k)
-        for i, (has, share) in enumerate(zip(draft.on_gpus, draft.gpu_share, strict=True))
-        if has > share
+        for i in compress(range(len(leases)), map(gt, draft.on_gpus, draft.gpu_share))
         for k, bytes_ in draft.book(i).items()
         if k < draft.span and any(bytes_)
     ]
-    spare.sort()
     if not spare:
         return
+    spare.sort()
+    coming = [(i, k) for *_, i, k in spare]
     failed: set[tuple[int, str, int, bool]] = set()
     for taker in hungry:
         lease = leases[taker.i]
         kin = (draft.pool_of[taker.i], str(lease.gpu), lease.priority, taker.starved)
         if kin in failed:
             continue
-        _take(draft, taker, [(i, k) for *_, i, k in spare])
+        _take(draft, taker, coming)
         if taker.seats:
             failed.add(kin)
 
 
-def _above(draft: Draft, taker: Taker, i: int, k: int) -> int:
-    """Bytes on GPU `k` that the taker may take from lease `i`."""
-    if i == taker.i:
-        return 0
+def _claimable(draft: Draft, taker: Taker, i: int) -> int:
+    """Bytes in whole chunks that the taker may take from lease `i`, wherever they are."""
     above = draft.on_gpus[i] - draft.gpu_share[i]
-    if above <= 0:
+    if above <= 0 or i == taker.i:
         return 0
     victim, lease = draft.leases[i], draft.leases[taker.i]
     if victim.priority >= lease.priority and not taker.starved:
         hold = draft.pools[draft.pool_of[i]].min_hold
         if draft.now - victim.granted_at < hold:
             return 0
-    here = sum(draft.book(i).get(k, ())) - draft.overdue_at(i, k)
-    return min(here, draft.chunks(i, above))
+    return draft.chunks(i, above)
+
+
+def _above(draft: Draft, taker: Taker, i: int, k: int) -> int:
+    """The same on GPU `k`."""
+    claimable = _claimable(draft, taker, i)
+    return min(claimable, draft.staying(i, k)) if claimable else 0
 
 
 def _take(draft: Draft, taker: Taker, spare: list[tuple[int, int]]) -> None:
     p = draft.pool_of[taker.i]
     chunk, priority = draft.pools[p].chunk, draft.leases[taker.i].priority
     reach = {k for lenders in draft.lenders(taker.i) for k in lenders}
+    # Where the pool's own limit binds, only the pool's own leases make room for it.
+    bound = {k for k in reach if draft.pool_lent[p][k] + chunk > draft.pool_grow[p][k]}
+    claimable = {i: _claimable(draft, taker, i) for i in {i for i, _ in spare}}
     offers: list[tuple[int, int]] = []
     total: dict[int, int] = {}
     for i, k in spare:
-        # Where the pool's own limit binds, only the pool's own leases make room for it.
-        foreign = (
-            draft.pool_of[i] != p and draft.pool_lent[p][k] + chunk > draft.pool_grow[p][k] if k in reach else True
-        )
-        size = 0 if foreign else _above(draft, taker, i, k)
-        if size:
-            offers.append((i, k))
-            total[k] = total.get(k, 0) + size
+        if claimable[i] and k in reach and (k not in bound or draft.pool_of[i] == p):
+            size = min(claimable[i], draft.staying(i, k))
+            if size:
+                offers.append((i, k))
+                total[k] = total.get(k, 0) + size
     for i, k in offers:
         if not taker.seats:
             return
@@ -247,7 +248,7 @@ def _exchange(draft: Draft, taker: Taker, i: int, k: int, beyond: list[int]) -> 
         return
     lower = draft.leases[i].priority < draft.leases[taker.i].priority
     cause = Cause.PRIORITY if lower else Cause.FAIRNESS
-    row = draft.rate_of[i]
+    row = draft.rates_to(i)
     for other in [each for lenders in draft.lenders(i) for each in lenders if each in beyond]:
         if row[other] < row[k] and not lower:
             continue
@@ -280,7 +281,7 @@ def _use_host(draft: Draft, taker: Taker) -> None:
     """New bytes that no GPU has room for, in host memory, as far as the pool lends it."""
     i, host = taker.i, draft.host
     p = draft.pool_of[i]
-    if not draft.rate_of[i][host]:
+    if not draft.rates_to(i)[host]:
         return
     chunk = draft.pools[p].chunk
     for kind, want in ((DIRTY, taker.kept), (DROPPABLE, taker.droppable)):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import add
+from operator import attrgetter
 
 from ema_core.plan import Plan, Waiting
 from ema_core.policy.claims import entitle
@@ -24,21 +24,18 @@ def plan(state: NodeState, pools: Sequence[PoolPolicy], now: float) -> Plan:
     entitle(draft)
     relieve(draft)
     satisfy(draft)
-    entitlement = dict(zip([lease.id for lease in draft.leases], draft.share, strict=True))
+    entitlement = dict(zip(map(attrgetter("id"), draft.leases), draft.share, strict=True))
     if len(entitlement) != len(draft.leases):
         raise ValueError("leases: ids must differ")
     return replace(draft.finish(), waiting=_queue(draft), entitlement=entitlement)
 
 
 def _queue(draft: Draft) -> tuple[Waiting, ...]:
-    leases, held = draft.leases, list(map(add, draft.on_gpus, draft.on_host))
-    most = list(map(min, map(add, draft.kept_wanted, draft.droppable_wanted), draft.limits))
-    below = [i for i, (has, top) in enumerate(zip(held, most, strict=True)) if has < top]
-    below.sort(key=draft.priority.__getitem__, reverse=True)
+    """Everybody who has less than he wants and may have."""
+    leases, asked, held = draft.leases, draft.asked, draft.held
     queue: list[Waiting] = []
-    for i in below:
-        lease = leases[i]
-        missing = min(lease.kept + lease.droppable, most[i]) - held[i]
-        if missing > 0:
-            queue.append(Waiting(lease.id, missing, len(queue)))
+    for i in draft.standing.queue:
+        short = asked[i] - held[i]
+        if short > 0:
+            queue.append(Waiting(leases[i].id, short, len(queue)))
     return tuple(queue)

@@ -5,7 +5,8 @@ their borrower; else to host memory; else, if the borrower agreed to that, they 
 """
 
 from collections.abc import Iterable, Iterator
-from operator import add
+from itertools import compress
+from operator import gt
 
 from ema_core.plan import Cause
 from ema_core.policy.draft import DROPPABLE, GONE, KINDS, Draft
@@ -35,7 +36,7 @@ def _destinations(draft: Draft, i: int, kind: int, size: int, source: int) -> It
                 if part:
                     yield k, part
                     size -= part
-    if size and source != draft.host and draft.host_room[p] and draft.rate_of[i][draft.host]:
+    if size and source != draft.host and draft.host_room[p] and draft.rates_to(i)[draft.host]:
         part = min(size, draft.host_room[p] - draft.pool_lent[p][draft.host])
         if kind == DROPPABLE:
             part = min(part, draft.host_droppable[p]) // pool.chunk * pool.chunk
@@ -69,8 +70,7 @@ def reclaim(draft: Draft, k: int, size: int, among: Iterable[int], cause: Cause)
 def _leave(draft: Draft, i: int, k: int, size: int, cause: Cause) -> int:
     if size <= 0:
         return 0
-    here = sum(draft.book(i).get(k, ())) - draft.overdue_at(i, k)
-    size = min(draft.chunks(i, size), here)
+    size = min(draft.chunks(i, size), draft.staying(i, k))
     return leave(draft, i, k, size, cause) if size > 0 else 0
 
 
@@ -78,8 +78,7 @@ def _strand(draft: Draft, i: int, k: int, size: int, cause: Cause) -> int:
     """Book up to `size` bytes as overdue; returns how many."""
     if size <= 0:
         return 0
-    here = sum(draft.book(i).get(k, ())) - draft.overdue_at(i, k)
-    size = min(draft.chunks(i, size), here)
+    size = min(draft.chunks(i, size), draft.staying(i, k))
     if size > 0:
         draft.give_up(i, k, size, cause)
     return max(0, size)
@@ -87,10 +86,9 @@ def _strand(draft: Draft, i: int, k: int, size: int, cause: Cause) -> int:
 
 def relieve(draft: Draft) -> None:
     """All that must leave, whoever asks: over a limit, over a barred path, off a GPU that lends no more or too much."""
-    held = map(add, draft.on_gpus, draft.on_host)
-    over = [i for i, (has, most) in enumerate(zip(held, draft.limits, strict=True)) if has > most]
+    over = list(compress(range(len(draft.held)), map(gt, draft.held, draft.limits)))
     _shrink(draft, over)
-    for i, k in sorted(draft.barred):
+    for i, k in draft.barred():
         _leave(draft, i, k, sum(draft.book(i)[k]), Cause.HEALTH)
         _strand(draft, i, k, sum(draft.book(i)[k]), Cause.HEALTH)
     for k in range(draft.span):
@@ -122,10 +120,12 @@ def _lighten(draft: Draft) -> None:
 def _clear_host(draft: Draft) -> None:
     """Host memory that is drained, or holds droppable bytes where kept ones need their refuge."""
     for p in range(len(draft.pools)):
+        if not draft.host_drains and draft.host_droppable[p] >= 0:
+            continue
         among = [i for i in draft.holders(draft.host) if draft.pool_of[i] == p]
-        if draft.host_drains and among:
+        if draft.host_drains:
             reclaim(draft, draft.host, draft.pool_lent[p][draft.host], among, Cause.DRAIN)
-        elif draft.host_droppable[p] < 0:
+        else:
             _yield_host(draft, -draft.host_droppable[p], among)
 
 
@@ -149,7 +149,7 @@ def _yield_host(draft: Draft, size: int, among: list[int]) -> None:
 def _shrink(draft: Draft, over_limit: list[int]) -> None:
     """A lease over its limit loses droppable bytes, slowest place first."""
     for i in over_limit:
-        over = draft.held(i) - draft.leases[i].limit
+        over = draft.held[i] - draft.leases[i].limit
         if not draft.pools[draft.pool_of[i]].spill_to_drop:
             continue
         for k in _slowest_first(draft, i):
@@ -163,11 +163,11 @@ def _shrink(draft: Draft, over_limit: list[int]) -> None:
 def _still_over(draft: Draft, over_limit: list[int]) -> None:
     """Kept bytes over a limit are nobody's to take: they are overdue where they ended, slowest place first."""
     for i in over_limit:
-        over = draft.held(i) - draft.leases[i].limit
+        over = draft.held[i] - draft.leases[i].limit
         for k in _slowest_first(draft, i):
             over -= _strand(draft, i, k, over, Cause.SHRINK)
 
 
 def _slowest_first(draft: Draft, i: int) -> list[int]:
-    row = draft.rate_of[i]
+    row = draft.rates_to(i)
     return sorted(draft.book(i), key=lambda k: (row[k] if k < len(row) else 0, -k))
