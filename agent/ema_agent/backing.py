@@ -31,7 +31,12 @@ class Held(DriverError):
 
 
 class Stuck(DriverError):
-    """Our own copy did not end: its link hangs. It was taken back, and nothing has changed."""
+    """Our own copy did not end: its link hangs. Nothing has changed."""
+
+    def __init__(self, size: int, *, adrift: bool) -> None:
+        super().__init__(f"a copy of {size} bytes did not end in {COPY_LIMIT:g} s")
+        self.adrift = adrift
+        """The driver could not take it back: what it copies to may still change, at any time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,8 @@ class Backing:
         """Guards `_streams`: several worker threads are here at once."""
         self._streams: dict[GpuId, list[Stream]] = {}
         """Streams on which nothing is queued, for the next copies."""
+        self._adrift: list[Handle] = []
+        """What copies that were given up may still write to: nobody's until this process ends."""
 
     # --- making ---
 
@@ -148,10 +155,9 @@ class Backing:
                 new.append(c.twin or stock.take(c.size))
             copies = [Copy(int(s), int(c.address), c.size) for s, c in zip(stock.stages(new), chunks, strict=True)]
             self._copy(self._stream_home(*(c.handle.place for c in chunks)), copies)
-        except DriverError:
+        except DriverError as error:
             for c, h in zip(chunks, new, strict=False):
-                if h is not c.twin:
-                    stock.keep(h)
+                self._unused(h, c, error)
             raise
         self._unmap(chunks)
         old = [c.handle for c in chunks if c.handle.place != HOST]
@@ -179,10 +185,13 @@ class Backing:
         try:
             home = self._stream_home(*(c.handle.place for c in chunks), target)
             self._copy(home, [Copy(int(s), int(c.address), size) for s, c in zip(stage, chunks, strict=True)])
-        except DriverError:
-            driver.unmap(stage)
-            driver.unreserve([area])
-            driver.release(new)
+        except DriverError as error:
+            if isinstance(error, Stuck) and error.adrift:
+                self._adrift += new
+            else:
+                driver.unmap(stage)
+                driver.unreserve([area])
+                driver.release(new)
             raise
         self._unmap(chunks)
         driver.unmap(stage)
@@ -263,13 +272,18 @@ class Backing:
             (stage,) = self.stock.stages([twin])
             self._copy(self._stream_home(chunk.place), [Copy(int(stage), int(chunk.address), chunk.size)])
             copied = not chunk.gate.dirty
-        finally:
+        except DriverError as error:
+            if twin is not None:
+                self._unused(twin, chunk, error)
+            raise
+        else:
             if copied:
                 chunk.twin = twin
-            else:
+            elif chunk.twin is None:
+                self.stock.keep(twin)
+        finally:
+            if not copied:
                 chunk.gate.mark_dirty()  # `clear_dirty` took the mark away
-                if chunk.twin is None and twin is not None:
-                    self.stock.keep(twin)
         return copied
 
     # --- inside ---
@@ -291,17 +305,25 @@ class Backing:
             stream = idle.pop() if idle else None
         if stream is None:
             stream = self._driver.stream(home)
-        ended = False
         try:
             stream.enqueue(copies)
             ended = stream.synchronize(COPY_LIMIT)
-            if not ended:
-                raise Stuck(f"a copy of {sum(c.size for c in copies)} bytes did not end in {COPY_LIMIT:g} s")
-        finally:
-            if not ended:
-                stream.close()  # when it returns, no byte moves any more
+        except DriverError:
+            stream.close()
+            raise
+        if not ended:
+            raise Stuck(sum(c.size for c in copies), adrift=not stream.close())
         with self._lock:
             idle.append(stream)
+
+    def _unused(self, piece: Handle, chunk: Chunk, error: DriverError) -> None:
+        """A copy of the chunk to a piece of host memory failed: another may use it, unless that copy is adrift."""
+        if isinstance(error, Stuck) and error.adrift:
+            self._adrift.append(piece)
+            if piece is chunk.twin:
+                chunk.twin = None
+        elif piece is not chunk.twin:
+            self.stock.keep(piece)
 
     def _zeroed(self, place: Place, size: int, count: int) -> list[Handle]:
         # Spare host memory holds another lease's bytes.

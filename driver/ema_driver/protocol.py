@@ -205,10 +205,11 @@ class Stream(Protocol):
         """Whether everything queued so far has run. Does not block. Raises like `synchronize`."""
         ...
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Give the stream up, with nothing queued: let what is queued pass first. Twice is harmless.
 
-        `sim` drops what is still queued. CUDA cannot: there it still runs when its waits let it.
+        `sim` drops what is still queued. CUDA cannot: there it still runs when its waits let it. True if nothing of it
+        can run any more.
         """
         ...
 

@@ -14,6 +14,7 @@ from ema_agent.lease import State
 from ema_core.ids import GpuId, Place
 from ema_driver.protocol import HealthEvent, HealthKind
 from ema_driver.sim import GpuGroup, faults
+from ema_driver.sim.streams import SimStream
 from nodes import KIB, MIB, SMALL, TINY, Node, pattern, pool, sim, until
 
 CHUNK = 256 * KIB
@@ -319,10 +320,14 @@ def test_a_slow_link_costs_time_and_nothing_else(node: Node) -> None:
     node.outsider.release([taken])
 
 
+@pytest.mark.parametrize("adrift", [False, True])
 def test_a_link_that_hangs_under_a_reclaim_is_barred_and_another_way_is_found(
-    node: Node, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch, adrift: bool
 ) -> None:
     monkeypatch.setattr(backing, "COPY_LIMIT", 0.2)
+    if adrift:  # as CUDA, which takes no copy back
+        close = SimStream.close
+        monkeypatch.setattr(SimStream, "close", lambda stream: close(stream) and False)
     never_clean(node)
     region = stored(node.connect(0), 6 * MIB)
     node.observer.inject(faults.HungLink(source=1, target=2))
@@ -336,6 +341,8 @@ def test_a_link_that_hangs_under_a_reclaim_is_barred_and_another_way_is_found(
     assert node.lent(-1) == 0, "by way of host memory to another lender"
     assert all("did not end" in why for why in barred.values())
     assert barred
+    kept = node.on_loop(lambda: [h.place for h in node.agent.backing._adrift])
+    assert set(kept) == ({target for _, target in barred} if adrift else set())
     for target in (2, 3):
         node.observer.clear(faults.HungLink(source=1, target=target))
 

@@ -14,6 +14,7 @@ from ema_agent.lease import State
 from ema_core.ids import HOST
 from ema_driver.protocol import Copy
 from ema_driver.sim import faults
+from ema_driver.sim.streams import SimStream
 from nodes import KIB, MIB, SMALL, Node, pattern, pool, until
 
 CHUNK = 256 * KIB
@@ -102,7 +103,10 @@ def test_stores_that_race_the_cleaner_and_the_lender_leave_no_stale_byte(
     assert reclaims == {True, False}
 
 
-def test_a_twin_that_could_not_be_made_is_not_trusted(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("adrift", [False, True])
+def test_a_twin_that_could_not_be_made_is_not_trusted(
+    node: Node, monkeypatch: pytest.MonkeyPatch, adrift: bool
+) -> None:
     monkeypatch.setattr("ema_agent.backing.COPY_LIMIT", 0.2)
     client = node.connect(0)
     region = client.region(CHUNK)
@@ -112,16 +116,23 @@ def test_a_twin_that_could_not_be_made_is_not_trusted(node: Node, monkeypatch: p
     chunk = node.on_loop(lambda: next(iter(node.agent.ledger.chunks())))
     lender = node.gpus.index(chunk.place)  # type: ignore[arg-type]
     node.observer.inject(faults.HungLink(source=lender, target=-1))
+    if adrift:  # as CUDA, which takes no copy back
+        close = SimStream.close
+        monkeypatch.setattr(SimStream, "close", lambda stream: close(stream) and False)
     region.store(second, at=0)
     until(lambda: chunk.gate.dirty)
     node.until(lambda a: a.cleaner._retry.get(chunk.id), within=3, saying="cleaning has failed")
     assert not chunk.has_true_twin
+    pieces = node.on_loop(lambda: list(node.agent.backing._adrift))
+    assert bool(pieces) is adrift
+    assert chunk.twin not in pieces, "a copy that was given up may still write there"
     node.observer.clear(faults.HungLink(source=lender, target=-1))
     taken = node.take_what_is_free(lender)
     until(lambda: node.lent(lender) == 0)
     back = bytearray(CHUNK)
     region.fetch(0, back)
     assert back == second
+    assert chunk.handle not in pieces
     node.outsider.release([taken])
 
 

@@ -61,13 +61,15 @@ class Streams:
             self._live.append(stream)
             return stream
 
-    def close(self, stream: "CudaStream") -> None:
-        """Take a stream back, now or when its queue has run."""
+    def close(self, stream: "CudaStream") -> bool:
+        """Take a stream back, now or when its queue has run; whether it has."""
         with self._lock:
-            self._live.remove(stream)
-            stream.hold_pages()
-            self._parked.append(stream)
+            if stream in self._live:
+                self._live.remove(stream)
+                stream.hold_pages()
+                self._parked.append(stream)
             self._bury()
+            return stream not in self._parked
 
     def own(self, use: Callable[[Raw], None]) -> None:
         """Use the session's own stream, alone and with the GPU's context current: copies, zeroing, capturing."""
@@ -233,11 +235,10 @@ class CudaStream:
         with self._gpu.current():
             return self._api.done("cuStreamQuery", self.queue.stream)
 
-    def close(self) -> None:
-        """Give the stream up. What is queued still runs when it is let go: let it pass first."""
-        if self._open:
-            self._open = False
-            self._streams.close(self)
+    def close(self) -> bool:
+        """Give the stream up. What is queued still runs when it is let go, and then this is False."""
+        self._open = False
+        return self._streams.close(self)
 
     def hold_pages(self) -> None:
         """This stream is parked: its pages must stay."""

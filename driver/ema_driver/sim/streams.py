@@ -66,12 +66,13 @@ class SimStream:
         """Whether everything queued so far has run."""
         return self.synchronize(0)
 
-    def close(self) -> None:
-        """Drop what is queued; returns when no byte moves any more."""
+    def close(self) -> bool:
+        """Drop what is queued; True, as no byte moves any more."""
         if self.open:
             self.open = False
             with suppress(ContextLost):  # the stream went with the session
                 self._channel.ask(wire.CloseStream(self._channel.seq(), self._number))
+        return True
 
     def _translate(self, ops: Sequence[Op]) -> tuple[wire.WireOp, ...]:
         return tuple(self._translated(op) for op in ops)
