@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="no torch: pip install '.[torch]'")
 pytest.importorskip("transformers", reason="no transformers: pip install '.[torch]'")
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ema
 from client.test_droppable import squeeze
@@ -25,7 +26,7 @@ from ema.transformers import prefix_layout as layout_module
 from ema.transformers.pieces import packed
 from ema.transformers.prefix_tree import Block, Place, Tree
 from ema.transformers.shelves import shelf_bytes
-from ema_agent.lease import State
+from ema_agent.lease import Chunk, State
 from ema_core.plan import Cause
 from ema_driver.sim.faults import LostGpu
 from models.test_cache import CACHE, CONFIGS, PER_TOKEN, SIZES, equal, go_on, model_of, prompt_of, same, tensors
@@ -238,42 +239,71 @@ def test_reclaimed_blocks_are_not_found(tmp_path_factory: pytest.TempPathFactory
             begins(store.resume(tokens), cache, 4 * block)
 
 
+def drop(it: Node, region: int, chunk: int = 0) -> None:
+    """Have the pool take a chunk back."""
+
+    def chunks() -> list[Chunk]:
+        return [c for c in it.agent.ledger.chunks() if (c.region.number, c.index) == (region, chunk)]
+
+    found = it.on_loop(chunks)
+    it.on_loop(lambda: it.agent.steward.moves.drop(found, Cause.HEADROOM, time.monotonic()))
+    it.until(lambda _: [c.state for c in found] == [State.DROPPED], saying="it is dropped")
+
+
+def regions(it: Node) -> int:
+    return it.on_loop(lambda: sum(len(lease.regions) for lease in it.agent.ledger.leases.values()))
+
+
 @pytest.mark.parametrize("when", ["before", "while it is fetched"])
 def test_a_block_that_goes_ends_the_prefix(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
+    monkeypatch.setattr(layout_module, "SLOT", 4096)
     config = sim(link_delays=False, granularity=4096)
     with node(tmp_path_factory.mktemp("n"), config, pool(chunk="64Ki", reclaim=TAKEN)) as it:
         client = it.connect(0)
         block = client.chunk // PER_TOKEN  # one to a chunk
         tokens, cache = ids(6 * block + 1), states(client, 6 * block)
-
-        def drop() -> None:
-            chunks = it.on_loop(lambda: [c for c in it.agent.ledger.chunks() if c.region.number == 3])
-            it.on_loop(lambda: it.agent.steward.moves.drop(chunks, Cause.HEADROOM, time.monotonic()))
-            it.until(lambda _: all(c.state is State.DROPPED for c in chunks), saying="the fourth block is dropped")
-
         with PrefixStore(CONFIG, client, block=block) as store:
             assert store.keep(tokens, cache) == 6 * block
             if when == "before":
-                drop()
+                drop(it, 3)
             else:
                 fetch, calls = Region.fetch, itertools.count()
 
                 def fetched(region: Region, *args: Any) -> Any:  # noqa: ANN401
-                    if next(calls) == 2:
-                        drop()
+                    if next(calls) == 3 * 6 + 4:  # each tensor of a block has a slot of its own
+                        drop(it, 3)
                     return fetch(region, *args)
 
                 monkeypatch.setattr(Region, "fetch", fetched)
-            found = store.resume(tokens)
+            begins(store.resume(tokens), cache, 3 * block)
             monkeypatch.undo()
-            begins(found, cache, (3 if when == "before" else 2) * block)
             report = store.report()
             assert (report.blocks, report.reclaimed, report.nbytes) == (3, 3, 3 * client.chunk)
+            assert regions(it) == 3, "what held the others is given back"
             begins(store.resume(tokens), cache, 3 * block)
             assert store.keep(tokens, cache) == 6 * block
             begins(store.resume(tokens), cache, 6 * block)
+
+
+def test_a_shelf_that_went_in_part(tmp_path_factory: pytest.TempPathFactory) -> None:
+    config = sim(link_delays=False, granularity=4096)
+    with node(tmp_path_factory.mktemp("n"), config, pool(chunk="64Ki", reclaim=TAKEN)) as it:
+        client = it.connect(0)
+        block = 3 * client.chunk // PER_TOKEN // 2  # two to three chunks
+        tokens, cache = ids(2 * block + 1), states(client, 2 * block)
+        with PrefixStore(CONFIG, client, block=block) as store:
+            assert store.keep(tokens, cache) == 2 * block
+            assert store.report().nbytes == 3 * client.chunk
+            drop(it, 0, chunk=2)
+            begins(store.resume(tokens), cache, block)
+            assert store.keep(tokens, cache) == 2 * block, "not where the pool took memory back"
+            assert store.report().nbytes == 6 * client.chunk
+            begins(store.resume(tokens), cache, 2 * block)
+            drop(it, 0, chunk=0)
+            assert store.resume(tokens).get_seq_length() == 0
+            assert regions(it) == 0
 
 
 def test_a_full_pool_lets_older_ones_go(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -288,6 +318,7 @@ def test_a_full_pool_lets_older_ones_go(tmp_path_factory: pytest.TempPathFactory
                 assert store.keep(tokens, cache) == 2 * block
                 begins(store.resume(tokens), cache, 2 * block)
             assert store.report().evicted == 4
+            assert it.on_loop(lambda: len(it.agent.sessions)) == 2, "one connection for all blocks"
 
 
 def test_a_killed_agent(tmp_path: Path) -> None:
@@ -369,6 +400,38 @@ def test_no_room_for_what_was_found(client: ema.Pool, monkeypatch: pytest.Monkey
         begins(store.resume(tokens), cache, 8)
 
 
+def test_a_fetch_makes_no_tensor_but_the_caches(client: ema.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_module, "SLOT", client.granularity)
+
+    class Made(TorchDispatchMode):
+        """Counts the bytes of new storages."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.nbytes = 0
+
+        def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+            made = func(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor) and not any(
+                isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
+                for a in args
+            ):
+                self.nbytes += made.untyped_storage().nbytes()
+            return made
+
+    tokens, cache = ids(1001), states(client, 1001)
+    with PrefixStore(CONFIG, client, block=200) as store:
+        with Made() as made:
+            assert store.keep(tokens, cache) == 1000
+        assert store._shelves is not None
+        slots = 2 * store._shelves.layout.slot_bytes
+        assert made.nbytes <= slots
+        with Made() as made:
+            found = store.resume(tokens)
+        assert found.nbytes <= made.nbytes <= found.nbytes + slots
+        begins(found, cache, 1000)
+
+
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # just made when interrupted: collected later
 @pytest.mark.parametrize("what", ["keep", "resume"])
 def test_interrupted_anywhere(torch_node: Node, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
@@ -380,6 +443,9 @@ def test_interrupted_anywhere(torch_node: Node, monkeypatch: pytest.MonkeyPatch,
         tokens, cache = ids(1001), states(client, 1001)
         connect, ready = client.another, list[ema.Pool]()
         monkeypatch.setattr(client, "another", ready.pop)  # connecting itself is not in question here
+
+        def lent() -> int:
+            return sum(torch_node.agent.ledger.lent.values())
 
         def prepare() -> None:
             ready[:] = ready or [connect()]
@@ -398,6 +464,8 @@ def test_interrupted_anywhere(torch_node: Node, monkeypatch: pytest.MonkeyPatch,
             prepare()
             with interrupt(after), suppress(KeyboardInterrupt):
                 action()
+            torch_node.until(lambda _: torch_node.memory(0).free == free, saying="no slot is left")
+            torch_node.until(lambda _: lent() == store.report().nbytes, saying="nothing is held that it knows not of")
             ready[:] = ready or [connect()]
             found = store.resume(tokens)
             if found.get_seq_length():
@@ -410,6 +478,25 @@ def test_interrupted_anywhere(torch_node: Node, monkeypatch: pytest.MonkeyPatch,
         torch_node.until(lambda a: len(a.sessions) == 1, saying="nothing but the client's own session is left")
         assert torch_node.memory(0).free == free
         cache.close()
+
+
+def test_interrupted_while_it_gives_back(client: ema.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, cache = ids(9), states(client, 9)
+    with PrefixStore(CONFIG, client, block=BLOCK) as store:
+        store.keep(tokens, cache)
+        close = ema.Pool.close
+
+        def interrupted(pool: ema.Pool) -> None:
+            close(pool)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ema.Pool, "close", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.clear()
+        assert store.resume(tokens).get_seq_length() == 0
+        assert store.keep(tokens, cache) == 8
+        begins(store.resume(tokens), cache, 8)
 
 
 def test_whole_tensors_are_packed() -> None:
