@@ -306,6 +306,22 @@ def test_a_shelf_that_went_in_part(tmp_path_factory: pytest.TempPathFactory) -> 
             assert regions(it) == 0
 
 
+def test_what_went_makes_place_before_what_is_there(tmp_path_factory: pytest.TempPathFactory) -> None:
+    config = sim(link_delays=False, granularity=4096)
+    with node(tmp_path_factory.mktemp("n"), config, pool(chunk="64Ki", reclaim=TAKEN)) as it:
+        client = it.connect(0)
+        block = client.chunk // PER_TOKEN
+        a, b, c = ((ids(block + 1, seed), states(client, block, seed)) for seed in range(3))
+        with PrefixStore(CONFIG, client, block=block, limit=2 * client.chunk) as store:
+            assert store.keep(*a) == store.keep(*b) == block
+            drop(it, 1)
+            assert store.keep(*c) == block
+            report = store.report()
+            assert (report.blocks, report.evicted, report.reclaimed) == (2, 0, 1)
+            for tokens, cache in (a, c):
+                begins(store.resume(tokens), cache, block)
+
+
 def test_a_full_pool_lets_older_ones_go(tmp_path_factory: pytest.TempPathFactory) -> None:
     config = sim(link_delays=False, granularity=4096)
     rules = pool(chunk="64Ki", borrowing={"maxPerPod": "128Ki"})

@@ -11,7 +11,7 @@ from ema.torch.memory import device_of
 from ema.transformers.cache import ElasticCache
 from ema.transformers.prefix_input import keys_and_values, kinds_of, token_ids
 from ema.transformers.prefix_layout import Layout
-from ema.transformers.prefix_tree import Place, Tree
+from ema.transformers.prefix_tree import Block, Place, Tree
 from ema.transformers.shelves import Shelves
 
 if TYPE_CHECKING:
@@ -116,9 +116,9 @@ class PrefixStore:
         made: list[torch.Tensor] = []
         arrived: list[int] = []
         with self._never_half():
-            if (shelves := self._shelves) is not None and (places := self._find(shelves, keys)):
-                made = shelves.layout.room(len(places), shelves.staging.device)
-                pieces = shelves.layout.fetched(made, places, arrived)
+            if (shelves := self._shelves) is not None and (path := self._find(shelves, keys)):
+                made = shelves.layout.room(len(path), shelves.staging.device)
+                pieces = shelves.layout.fetched(made, [block.place for block in path], arrived)
                 shelves.staging.fetch(shelves.layout.slot_bytes, pieces)
         if arrived:
             whole = [t[:, :, : len(arrived) * self._block] for t in made]
@@ -155,11 +155,11 @@ class PrefixStore:
 
     def _store(self, keys: "Sequence[bytes]", tensors: "Sequence[torch.Tensor]", timeout: float) -> None:
         shelves = self._open_for(tensors)
-        self._sweep(shelves)
-        path = self._tree.find(keys)
+        path = self._find(shelves, keys)
         new, places = keys[len(path) :], list[Place]()
         if not new:
             return
+        self._sweep(shelves)  # what is gone makes place before what is there
         there = shelves.free({block.place for block in self._tree})
 
         def found() -> Iterator[Place]:
@@ -180,12 +180,12 @@ class PrefixStore:
                 raise errors.BadInput("cache", f"of {kind} in layer {number // 2}", f"{before}, as it was kept before")
         return self._shelves
 
-    def _find(self, shelves: Shelves, keys: "Sequence[bytes]") -> list[Place]:
+    def _find(self, shelves: Shelves, keys: "Sequence[bytes]") -> list[Block]:
         path = self._tree.find(keys)
         if any(shelves.lost(block.place) for block in path):
             self._sweep(shelves)
             path = self._tree.find(keys)
-        return [block.place for block in path]
+        return path
 
     def _evict(self) -> Iterator[Place]:
         for block in self._tree.oldest():
@@ -194,8 +194,9 @@ class PrefixStore:
 
     def _sweep(self, shelves: Shelves) -> None:
         """Forget the blocks that are gone, and give back the shelves on which none is left."""
-        self._reclaimed += self._tree.prune(lambda block: shelves.lost(block.place))
-        shelves.keep_only({block.place for block in self._tree})
+        if hurt := shelves.hurt():
+            self._reclaimed += self._tree.prune(lambda b: b.place.region in hurt and shelves.lost(b.place))
+        shelves.keep_only({block.place.region for block in self._tree})
 
     @contextmanager
     def _never_half(self) -> Iterator[None]:

@@ -71,16 +71,26 @@ class Shelves:
                 return
             yield from self._places(self._regions[-1])
 
-    def keep_only(self, taken: Container[Place]) -> None:
-        """Give back the shelves of which nothing is taken. Raises AgentLost."""
-        for region in self._regions[:]:
-            if not any(place in taken for place in self._places(region)):
-                region.close()
-                self._regions.remove(region)
+    def hurt(self) -> set["Region"]:
+        """Those of which anything was taken back, or is lost. Raises AgentLost."""
+        return {region for region in self._regions if not self._whole(region)}
+
+    def keep_only(self, used: Container["Region"]) -> None:
+        """Give the others back. Raises AgentLost."""
+        for region in [r for r in self._regions if r not in used]:
+            region.close()
+            self._regions.remove(region)
 
     def close(self) -> None:
         """Give everything back. Twice is harmless."""
         self.staging.close()
+
+    def _whole(self, region: "Region") -> bool:
+        try:
+            region.check()
+        except errors.DataLost:
+            return False
+        return not self.staging.pool.drops(region)
 
     def _places(self, region: "Region") -> list[Place]:
         return [Place(region, at) for at in range(0, region.size - self._block + 1, self._block)]
