@@ -1,4 +1,4 @@
-"""Tensors laid end to end, and cut into pieces that each fill a slot."""
+"""Tensors laid end to end: cut into pieces that each fill a slot, or packed whole into slots."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -29,4 +29,17 @@ def cut(sizes: Sequence[int], most: int) -> list[list[Part]]:
             step = min(room, size - start)
             pieces[-1].append(Part(tensor, start, most - room, step))
             start, room = start + step, room - step
+    return pieces
+
+
+def packed(sizes: Sequence[int], most: int) -> list[list[Part]]:
+    """Pieces of `most` bytes at most, of whole tensors of these sizes in bytes, none of which is larger."""
+    pieces: list[list[Part]] = []
+    room = 0
+    for tensor, size in enumerate(sizes):
+        if not pieces or size > room:
+            pieces.append([])
+            room = most
+        pieces[-1].append(Part(tensor, 0, most - room, size))
+        room -= size
     return pieces
