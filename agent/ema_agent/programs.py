@@ -97,9 +97,10 @@ class Copies:
     """One client's streams, windows and programs."""
 
     def __init__(
-        self, lease: Lease, fetch: Stream, store: Stream, *, shared: Words, notice: Words, private: Words
+        self, lease: Lease, fetch: Stream, store: Stream, *, shared: Words, notice: Words, private: Words, most: int
     ) -> None:
-        self.lease = lease
+        """`most`: copies of one run without a program."""
+        self.lease, self._most = lease, min(most, wire.MAX_COPIES)
         self.streams = {False: fetch, True: store}
         self.shared = shared
         self.notice = notice
@@ -233,7 +234,7 @@ class Copies:
         if message.seq <= self.run_seq:
             return None
         chunks: list[Chunk] = []
-        ops = self._ops(message.steps, message.store, chunks, wire.MAX_RUN_COPIES)
+        ops = self._ops(message.steps, message.store, chunks, self._most)
         word = wire.run_word(-1, message.seq)
         load = Load(message.steps, chunks)
         self._room(word, message.seq, load)

@@ -63,7 +63,8 @@ class Session:
             )
             fetch, store = (undo.enter_context(closing(driver.stream(lease.gpu))) for _ in range(2))
             undo.pop_all()
-        self.copies = Copies(lease, fetch, store, shared=self.shared, notice=self.notice, private=self._private)
+        pages = {"shared": self.shared, "notice": self.notice, "private": self._private}
+        self.copies = Copies(lease, fetch, store, **pages, most=driver.most_copies)
         self.regions = Regions(lease, steward, self.copies, self.line)
         self.share = OwnShare(lease.gpu, steward.node, self.line)
         self._ending: asyncio.Task[None] | None = None

@@ -135,14 +135,7 @@ class Link:
     # --- copies ---
 
     def run(self, steps: list[CopyStep], *, store: bool) -> "Ticket":
-        """Send copies that are no program.
-
-        Raises AgentLost, DataLost, Reclaimed (of bytes that are known dropped), BadInput (too many).
-        """
-        copies = sum((s.at + s.size - 1) // self.chunk - s.at // self.chunk + 1 for s in steps)
-        if copies > wire.MAX_RUN_COPIES:
-            what = f"at most {wire.MAX_RUN_COPIES}, one of each chunk of {self.chunk} bytes; a program takes more"
-            raise errors.BadInput("copies", copies, what)
+        """Send copies that are no program. Raises AgentLost, DataLost, Reclaimed (of bytes that are known dropped)."""
         for step in steps:
             region = self._regions.get(step.region)
             if region is None or not region.droppable:

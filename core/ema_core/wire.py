@@ -19,10 +19,7 @@ MAX_DESCRIPTORS: Final = 4
 """Descriptors beside one packet at most."""
 
 MAX_COPIES: Final = 1024
-"""Copies of one program at most; a step that crosses chunks makes one copy of each."""
-MAX_RUN_COPIES: Final = 240
-"""Copies of one run without a program at most: two such runs whose slots are never handed over still fit a GPU's queue,
-which takes about 1,000 calls before it blocks the agent."""
+"""Copies of one program or run at most; a step that crosses chunks makes one copy of each."""
 
 MAX_REGIONS: Final = 1024
 MAX_PROGRAMS: Final = 64

@@ -217,6 +217,9 @@ class Stream(Protocol):
 class MemoryDriver(Protocol):
     """A session with the GPUs of this node. Closing it gives everything back that it created."""
 
+    most_copies: int
+    """Copies of one run that may wait on a stream, twice, without blocking whoever queues more."""
+
     name: str
     """`sim` or `cuda`."""
 

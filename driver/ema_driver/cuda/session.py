@@ -32,6 +32,8 @@ class CudaDriver:
     """One session. `node` opens one that sees every GPU of this process, `guest_of` one that sees a borrower's own."""
 
     name = "cuda"
+    most_copies = 240
+    """Each takes two calls, and a GPU's queue about 1,000 before it blocks the thread that queues."""
 
     def __init__(self, api: Api, gpus: Sequence[Gpu], streams: int) -> None:
         self._api = api

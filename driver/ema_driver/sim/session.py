@@ -43,6 +43,7 @@ class SimDriver:
     """One session. `connect` opens one that sees every GPU, `from_fd` the one that `guest` made for a borrower."""
 
     name = "sim"
+    most_copies = 1 << 16
 
     def __init__(self, link: socket.socket) -> None:
         shared_memory.require()
