@@ -15,20 +15,9 @@ from ema_core.ids import GpuId, Place
 from ema_driver.protocol import HealthEvent, HealthKind
 from ema_driver.sim import GpuGroup, faults
 from nodes import KIB, MIB, SMALL, TINY, Node, pattern, pool, sim, until
+from regions import right, stored
 
 CHUNK = 256 * KIB
-
-
-def stored(client: ema.Pool, size: int, *, droppable: bool = False) -> ema.Region:
-    region = client.region(size, droppable=droppable)
-    region.store(pattern(7, size), at=0)
-    return region
-
-
-def right(region: ema.Region) -> bool:
-    back = bytearray(region.size)
-    region.fetch(0, back)
-    return back == pattern(7, region.size)
 
 
 def all_clean(node: Node) -> None:

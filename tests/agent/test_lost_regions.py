@@ -10,6 +10,7 @@ from ema_agent import backing
 from ema_agent.lease import Chunk, State
 from ema_driver.sim import faults
 from nodes import KIB, MIB, SMALL, Node, pattern, pool, until
+from regions import right, stored
 
 CHUNK = 256 * KIB
 LIMIT = 4 * MIB
@@ -17,18 +18,6 @@ LIMIT = 4 * MIB
 
 def never_clean(node: Node) -> None:
     node.agent.cleaner._candidates = list  # type: ignore[method-assign]
-
-
-def stored(client: ema.Pool, size: int) -> ema.Region:
-    region = client.region(size)
-    region.store(pattern(7, size), at=0)
-    return region
-
-
-def right(region: ema.Region) -> bool:
-    back = bytearray(region.size)
-    region.fetch(0, back)
-    return back == pattern(7, region.size)
 
 
 def only_from(node: Node, *lenders: int) -> None:

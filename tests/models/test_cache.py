@@ -5,7 +5,6 @@ import inspect
 import itertools
 import pickle
 import random
-import signal
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ import transformers
 
 import ema
 from client.test_droppable import squeeze
-from client.test_failures import POOL, SIM, ema_up
 from ema.torch.memory import device_of
 from ema.transformers import ElasticCache
 from ema.transformers import parked as parked_module
@@ -28,6 +26,7 @@ from ema.transformers.pieces import cut
 from ema_driver.sim.faults import LostGpu
 from models.test_stream_failures import interrupt, lines_of
 from nodes import Node, node, pool, sim, until
+from up import Up
 
 torch.set_num_threads(1)
 SIZES = {
@@ -271,42 +270,34 @@ def test_a_full_pool_leaves_the_cache_local(
 
 
 def test_a_killed_agent(tmp_path: Path) -> None:
-    (tmp_path / "pool.yaml").write_text(POOL)
-    (tmp_path / "sim.yaml").write_text(SIM)
-    agent = ema_up(tmp_path)
-    try:
-        with ema.connect(tmp_path / "client.sock", gpu=0, timeout=30.0) as client:
-            model, prompt = model_of(client), prompt_of(client)
-            plain = transformers.DynamicCache(config=model.config)
-            parked, local = (ElasticCache(model.config, client) for _ in range(2))
-            wanted = go_on(model, prompt, plain)
-            for cache in (parked, local):
-                go_on(model, prompt, cache)
-            parked.park()
-            agent.send_signal(signal.SIGKILL)
-            agent.wait(10)
-            with pytest.raises(ema.AgentLost):
-                local.park()
-            for _ in range(2):
-                with pytest.raises(ema.AgentLost):
-                    parked.resume()
-                with pytest.raises(ema.InUse):
-                    go_on(model, prompt, parked)
-            equal(tensors(local), tensors(plain))
-            agent = ema_up(tmp_path)
-            until(lambda: client.session == 2, within=30, saying="connected to the new agent")
+    with Up(tmp_path) as agent, ema.connect(agent.socket, gpu=0) as client:
+        model, prompt = model_of(client), prompt_of(client)
+        plain = transformers.DynamicCache(config=model.config)
+        parked, local = (ElasticCache(model.config, client) for _ in range(2))
+        wanted = go_on(model, prompt, plain)
+        for cache in (parked, local):
+            go_on(model, prompt, cache)
+        parked.park()
+        agent.kill()
+        with pytest.raises(ema.AgentLost):
+            local.park()
+        for _ in range(2):
             with pytest.raises(ema.AgentLost):
                 parked.resume()
-            local.park()
-            local.resume()
-            equal(tensors(local), tensors(plain))
-            parked.reset()
-            same(go_on(model, prompt, parked), wanted)
-            parked.close()
-            local.close()
-    finally:
-        agent.terminate()
-        agent.wait(20)
+            with pytest.raises(ema.InUse):
+                go_on(model, prompt, parked)
+        equal(tensors(local), tensors(plain))
+        agent.start()
+        until(lambda: client.session == 2, within=30, saying="connected to the new agent")
+        with pytest.raises(ema.AgentLost):
+            parked.resume()
+        local.park()
+        local.resume()
+        equal(tensors(local), tensors(plain))
+        parked.reset()
+        same(go_on(model, prompt, parked), wanted)
+        parked.close()
+        local.close()
 
 
 def test_a_droppable_one_is_computed_again(tmp_path_factory: pytest.TempPathFactory) -> None:

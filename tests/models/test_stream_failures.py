@@ -4,7 +4,6 @@ import ctypes
 import gc
 import linecache
 import random
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +19,6 @@ from torch import nn
 
 import ema
 import ema.torch
-from client.test_failures import POOL, SIM, ema_up
 from ema.torch.cut import Cut
 from ema.torch.poison import Poison
 from ema.torch.watch import Watch
@@ -30,6 +28,7 @@ from ema_driver.sim import SimDriver
 from ema_driver.sim.faults import LostGpu
 from models.streaming import batch, same, stack, state
 from nodes import Node, node, pool, sim, until
+from up import Up
 
 
 def untouched(model: nn.Module, parameters: list[nn.Parameter]) -> None:
@@ -193,29 +192,21 @@ def refused(model: nn.Module, x: torch.Tensor, *errors: type[ema.EmaError]) -> N
 
 @torch.no_grad()
 def test_an_agent_that_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "pool.yaml").write_text(POOL)
-    (tmp_path / "sim.yaml").write_text(SIM)
-    agent = ema_up(tmp_path)
-    try:
-        with ema.connect(tmp_path / "client.sock", gpu=0, timeout=30.0) as client:
-            model = stack(client)
-            x = batch(client)
-            wanted = model(x)
-            ema.torch.stream(model, client, resident=0.5)
-            assert torch.equal(model(x), wanted)
-            agent.send_signal(signal.SIGKILL)
-            agent.wait(10)
-            refused(model, x, ema.AgentLost)
-            agent = ema_up(tmp_path)
-            until(lambda: client.session == 2, within=30, saying="connected to the new agent")
-            refused(model, x, ema.AgentLost)
-            again = stack(client)
-            ema.torch.stream(again, client, resident=0.5)
-            assert torch.equal(again(x), wanted)
-            ema.torch.unstream(again)
-    finally:
-        agent.terminate()
-        agent.wait(20)
+    with Up(tmp_path) as agent, ema.connect(agent.socket, gpu=0) as client:
+        model = stack(client)
+        x = batch(client)
+        wanted = model(x)
+        ema.torch.stream(model, client, resident=0.5)
+        assert torch.equal(model(x), wanted)
+        agent.kill()
+        refused(model, x, ema.AgentLost)
+        agent.start()
+        until(lambda: client.session == 2, within=30, saying="connected to the new agent")
+        refused(model, x, ema.AgentLost)
+        again = stack(client)
+        ema.torch.stream(again, client, resident=0.5)
+        assert torch.equal(again(x), wanted)
+        ema.torch.unstream(again)
 
 
 @pytest.fixture
@@ -242,37 +233,29 @@ def streams(forget_kinds: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noq
 @pytest.mark.usefixtures("streams")
 @torch.no_grad()
 def test_streams_that_wait_for_a_killed_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pool.yaml").write_text(POOL)
-    (tmp_path / "sim.yaml").write_text(SIM)
-    agent = ema_up(tmp_path)
-    try:
-        with ema.connect(tmp_path / "client.sock", gpu=0, timeout=30.0) as client:
-            model = stack(client)
-            x = batch(client)
-            wanted = model(x)
-            ema.torch.stream(model, client, resident=0.0)
-            for _ in range(3):
-                assert torch.equal(model(x), wanted)
-            feed = model.__dict__["_ema_streamed"].cuts[0].feed
+    with Up(tmp_path) as agent, ema.connect(agent.socket, gpu=0) as client:
+        model = stack(client)
+        x = batch(client)
+        wanted = model(x)
+        ema.torch.stream(model, client, resident=0.0)
+        for _ in range(3):
+            assert torch.equal(model(x), wanted)
+        feed = model.__dict__["_ema_streamed"].cuts[0].feed
 
-            def kill(*_: object) -> None:
-                agent.send_signal(signal.SIGKILL)
-                agent.wait(10)
+        def kill(*_: object) -> None:
+            agent.kill()
 
-            with monkeypatch.context() as patch:
-                # As if the host were ahead of the GPU: it looked at everything before the agent went.
-                patch.setattr(feed, "_check", lambda: None)
-                patch.setattr(feed, "_ahead", 0)  # nor has it a run to start later
-                hook = model[1].register_forward_hook(kill)
-                found = model(x)
-                hook.remove()
-            assert bool(found.isnan().all())
-            refused(model, x, ema.AgentLost)
-            del model, feed
-            gc.collect()
-    finally:
-        agent.terminate()
-        agent.wait(20)
+        with monkeypatch.context() as patch:
+            # As if the host were ahead of the GPU: it looked at everything before the agent went.
+            patch.setattr(feed, "_check", lambda: None)
+            patch.setattr(feed, "_ahead", 0)  # nor has it a run to start later
+            hook = model[1].register_forward_hook(kill)
+            found = model(x)
+            hook.remove()
+        assert bool(found.isnan().all())
+        refused(model, x, ema.AgentLost)
+        del model, feed
+        gc.collect()
 
 
 @pytest.mark.slow
