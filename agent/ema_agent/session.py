@@ -1,9 +1,4 @@
-"""One client: its lease, its windows, regions and programs, from Hello to the last byte given back.
-
-Follow one chunk: `GrowRegion` makes it wanted (`regions.grow`) → the steward grants it (`steward._grant`) → `granted`
-answers the client → `OpenProgram` builds copies around its gate (`programs`) → `Start` launches them → a plan moves it
-(`moves._relocate`) → `moved` tells the client → `ShrinkRegion`, or the end of the session, gives it back.
-"""
+"""One client: its lease, its windows, regions and programs, from Hello to the last byte given back."""
 
 import asyncio
 import os
