@@ -16,10 +16,6 @@ CHUNK = 256 * KIB
 LIMIT = 4 * MIB
 
 
-def never_clean(node: Node) -> None:
-    node.agent.cleaner._candidates = list  # type: ignore[method-assign]
-
-
 def only_from(node: Node, *lenders: int) -> None:
     """From now on memory is lent from these GPUs only; what is lent stays."""
     for gpu in range(1, 4):
@@ -29,7 +25,7 @@ def only_from(node: Node, *lenders: int) -> None:
 
 def test_a_lost_region_is_closed_singly_and_its_quota_can_be_borrowed_again(make_node: Callable[..., Node]) -> None:
     node = make_node(SMALL, pool(borrowing={"maxPerPod": "4Mi"}))
-    never_clean(node)
+    node.never_clean()
     client = node.connect(0)
     window = client.window(1, CHUNK)
     only_from(node, 1)
@@ -59,7 +55,7 @@ def test_a_lost_region_is_closed_singly_and_its_quota_can_be_borrowed_again(make
 
 
 def test_a_lost_region_whose_run_never_ends_says_so_soon(node: Node) -> None:
-    never_clean(node)
+    node.never_clean()
     client = node.connect(0)
     window = client.window(1, CHUNK)
     only_from(node, 1)
@@ -79,7 +75,7 @@ def test_a_lost_region_whose_run_never_ends_says_so_soon(node: Node) -> None:
 
 def test_clients_without_bytes_on_a_lost_gpu_notice_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backing, "PATIENCE", 2.0)
-    never_clean(node)
+    node.never_clean()
     held, take = [], node.agent.backing.take
 
     def counted(chunks: Sequence[Chunk]) -> None:

@@ -158,7 +158,7 @@ def test_a_stream_whose_agent_is_killed(
 def test_a_lender_that_is_lost_with_the_only_copy(tmp_path: Path) -> None:
     config = sim(link_delays=False, granularity=4096)
     with node(tmp_path, config, pool(chunk="64Ki")) as it:
-        it.on_loop(lambda: setattr(it.agent.cleaner, "_candidates", list))  # no copy in host memory saves them
+        it.never_clean()
         client, trained = it.connect(0), Trained()
         with closing(spill_activations(client, fraction=1.0, min_bytes=16 << 10, slots=2, timeout=15.0)) as spill:
             wanted = trained.step(spill)

@@ -2,14 +2,10 @@
 
 import ctypes
 import gc
-import linecache
 import random
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -26,6 +22,7 @@ from ema_core import wire
 from ema_driver.protocol import Words
 from ema_driver.sim import SimDriver
 from ema_driver.sim.faults import LostGpu
+from models.interrupts import interrupt, lines_of
 from models.streaming import batch, same, stack, state
 from nodes import Node, node, pool, sim, until
 from up import Up
@@ -103,40 +100,6 @@ def test_too_little_memory_for_another_cut(client: ema.Pool, monkeypatch: pytest
     assert torch.equal(model(x), wanted)
     ema.torch.unstream(model)
     same(model.state_dict(), before)
-
-
-@contextmanager
-def interrupt(after: int) -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt after so many lines of the client library have run on this thread."""
-    lines = [0]
-
-    def line(frame: FrameType, event: str, _: object) -> Any:  # noqa: ANN401 - as `settrace` has it
-        # At the ends of a `with` and where a `try` begins, lines are traced but no signal is ever handled.
-        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event != "line" or source.lstrip().startswith(("with ", "try:")):
-            return line
-        lines[0] += 1
-        if lines[0] == after:
-            sys.settrace(None)
-            lines[0] += 1
-            raise KeyboardInterrupt
-        return line
-
-    def call(frame: FrameType, _event: str, _: object) -> Any:  # noqa: ANN401
-        return line if "/client/ema/" in frame.f_code.co_filename else None
-
-    before = sys.gettrace()
-    sys.settrace(call)
-    try:
-        yield lines
-    finally:
-        sys.settrace(before)
-
-
-def lines_of(action: Callable[[], object]) -> int:
-    with interrupt(-1) as lines:
-        action()
-    return lines[0]
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # just made when interrupted: collected later
@@ -271,7 +234,7 @@ def test_a_lost_gpu(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def lose_a_gpu(it: Node) -> None:
     client = it.connect(0)
-    it.on_loop(lambda: setattr(it.agent.cleaner, "_candidates", list))  # no copy in host memory saves them
+    it.never_clean()
     model = stack(client)
     x = batch(client)
     ema.torch.stream(model, client, resident=0.0)
