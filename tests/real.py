@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+from ema_driver import open_node
+from ema_driver.errors import DriverUnavailable
+from ema_driver.protocol import MemoryDriver
 from up import command, started
 
 POOL = """\
@@ -17,6 +22,17 @@ spec:
   lending: {host: 2Gi, maxPerGPU: 2Gi, headroom: 512Mi, hysteresis: 128Mi}
   reclaim: {hostMemory: 4Gi}
 """
+
+
+@contextmanager
+def gpus() -> Iterator[MemoryDriver]:
+    """A session with the real GPUs; skips the test where there are none."""
+    try:
+        driver = open_node("cuda", "")
+    except DriverUnavailable:
+        pytest.skip("no GPU")
+    with driver:
+        yield driver
 
 
 @contextmanager
