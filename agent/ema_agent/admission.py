@@ -1,20 +1,24 @@
 """Who becomes a client: from a guest's Hello to an open session, or to what is wrong with it."""
 
 import itertools
+import os
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from ema_agent.connection import Connection
 from ema_agent.door import NAME, Guest
 from ema_agent.lanes import Lanes
 from ema_agent.lease import Lease
+from ema_agent.node import Node
 from ema_agent.pools import Pools
-from ema_agent.session import Session, welcome
+from ema_agent.session import Session
 from ema_agent.steward import Steward
 from ema_core import wire
 from ema_core.errors import InvalidInput
 from ema_core.ids import GpuId, LeaseId, PoolName
 from ema_core.wire import Kinds
-from ema_driver.errors import DriverError
+from ema_driver.errors import DriverError, InvalidUse
 from ema_driver.protocol import MemoryDriver
 
 SESSIONS: Final = 4096
@@ -48,7 +52,7 @@ class Admission:
             session = self._open(connection, hello.name, gpu, pool)
             guest.receive, guest.ended = session.received, session.disconnected
             # Only now: the client may have gone already, and sending would end the connection.
-            message, fds, sent = welcome(session, self._driver, node)
+            message, fds, sent = _welcome(session, self._driver, node)
             connection.send(message, fds)
             sent()
         except InvalidInput as refused:
@@ -71,3 +75,35 @@ class Admission:
 
     def _ended(self, session: Session) -> None:
         self.sessions.pop(session.lease.id, None)
+
+
+def _welcome(session: Session, driver: MemoryDriver, node: Node) -> tuple[wire.Welcome, list[int], Callable[[], None]]:
+    """The answer to Hello, the descriptors beside it, and what to call when they were sent."""
+    lease = session.lease
+    fds = [session.shared.fileno(), session.notice.fileno()]
+    sent: Callable[[], None] = _nothing
+    try:
+        guest = driver.guest(lease.gpu)
+    except InvalidUse:
+        pass  # Borrowers reach their GPU by themselves.
+    else:
+        fds.append(guest)
+        sent = partial(os.close, guest)
+    message = wire.Welcome(
+        version=wire.VERSION,
+        driver=driver.name,
+        lease=lease.id,
+        gpu=lease.gpu,
+        pool=lease.pool,
+        chunk=lease.chunk,
+        granularity=driver.granularity(lease.gpu),
+        limit=lease.limit,
+        guaranteed=lease.guaranteed,
+        rate=node.best_rate(lease.gpu),
+        guest=len(fds) == 3,
+    )
+    return message, fds, sent
+
+
+def _nothing() -> None:
+    """Nothing was lent for the answer."""

@@ -15,6 +15,7 @@ from ema import errors
 from ema.channel import Channel, failure
 from ema.measures import Measures
 from ema.runs import Runs
+from ema.terms import Terms
 from ema.unchecked import Unchecked
 from ema_core import wire
 from ema_core.ids import GpuId, Place
@@ -34,7 +35,7 @@ BACKOFF: Final = (0.05, 2.0)
 """Seconds until the first and between later attempts to reach an agent that is gone."""
 
 
-class Link:
+class Link(Terms):
     """A connection to the agent, whichever agent is there. Thread-safe."""
 
     driver: MemoryDriver
@@ -78,41 +79,6 @@ class Link:
             raise
 
     # --- what it is ---
-
-    @property
-    def gpu(self) -> GpuId:
-        """This process's own GPU."""
-        return GpuId(Place(self._welcome.gpu))
-
-    @property
-    def chunk(self) -> int:
-        """Bytes of a chunk: regions and shares are whole numbers of it."""
-        return self._welcome.chunk
-
-    @property
-    def granularity(self) -> int:
-        """Windows are multiples of this many bytes."""
-        return self._welcome.granularity
-
-    @property
-    def lease(self) -> str:
-        """Name of this process's lease on the node."""
-        return self._welcome.lease
-
-    @property
-    def limit(self) -> int:
-        """Bytes that this lease may ever hold."""
-        return self._welcome.limit
-
-    @property
-    def guaranteed(self) -> int:
-        """Bytes that this lease gets before others."""
-        return self._welcome.guaranteed
-
-    @property
-    def rate(self) -> int:
-        """Bytes per second of the fastest path from a neighbour to this GPU."""
-        return self._welcome.rate
 
     @property
     def exposed_wait(self) -> float:
