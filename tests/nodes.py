@@ -21,6 +21,7 @@ import msgspec
 import ema
 from borrower import pattern
 from ema_agent.agent import Agent, Setup
+from ema_agent.lease import State
 from ema_core.api import MemoryPool, load_pools
 from ema_core.ids import HOST, GpuId, Place
 from ema_driver.errors import OutOfMemory
@@ -156,6 +157,17 @@ class Node:
         """Wait until a plan finds nothing to do."""
         self.on_loop(self.agent.steward.wake)
         self.until(lambda a: a.steward.settled.is_set(), saying="plans find nothing to do")
+
+    def all_clean(self) -> None:
+        """Wait until every chunk has a true copy in host memory."""
+        self.until(
+            lambda a: all(c.state is State.CLEAN and not c.gate.dirty for c in a.ledger.chunks()),
+            saying="every chunk has a twin",
+        )
+
+    def never_clean(self) -> None:
+        """From now on no chunk gets a copy in host memory, which would save it."""
+        self.on_loop(lambda: setattr(self.agent.cleaner, "_candidates", list))
 
     # --- clients and memory ---
 

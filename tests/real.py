@@ -1,12 +1,17 @@
 """An agent on real GPUs: `ema up --driver cuda` in a process of its own. One GPU is enough: the host lends."""
 
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
+
+from ema_driver import open_node
+from ema_driver.errors import DriverUnavailable
+from ema_driver.protocol import MemoryDriver
+from up import command, started
 
 POOL = """\
 apiVersion: ema.dev/v1alpha1
@@ -20,30 +25,24 @@ spec:
 
 
 @contextmanager
+def gpus() -> Iterator[MemoryDriver]:
+    """A session with the real GPUs; skips the test where there are none."""
+    try:
+        driver = open_node("cuda", "")
+    except DriverUnavailable:
+        pytest.skip("no GPU")
+    with driver:
+        yield driver
+
+
+@contextmanager
 def agent(folder: Path, *more: str, pool: str = POOL) -> Iterator[str]:
     """`ema up` in a process of its own, with more options; the client socket."""
     (folder / "pool.yaml").write_text(pool, "utf-8")
-    command = [sys.executable, "-X", "faulthandler", "-c", "from ema_cli.main import run; run()", "up"]
-    command += [
-        "--driver",
-        "cuda",
-        "--pool",
-        str(folder / "pool.yaml"),
-        "--folder",
-        str(folder),
-        "--metrics",
-        "off",
-        *more,
-    ]
+    files = ["--pool", str(folder / "pool.yaml"), "--folder", str(folder)]
     log = folder / "agent.log"
-    with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    process = started(command("up", "--driver", "cuda", "--metrics", "off", *files, *more), log)
     try:
-        end = time.monotonic() + 30
-        while "Ready" not in log.read_text("utf-8"):
-            assert process.poll() is None, log.read_text("utf-8")
-            assert time.monotonic() < end, log.read_text("utf-8")
-            time.sleep(0.05)
         assert "barred" not in log.read_text("utf-8"), log.read_text("utf-8")
         yield str(folder / "client.sock")
         process.send_signal(signal.SIGINT)

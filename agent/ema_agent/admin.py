@@ -86,7 +86,7 @@ class Admin:
             case "leases":
                 return {"leases": leases(agent, time.monotonic())}
             case "drain":
-                gpu = agent.find_gpu(str(request.get("gpu", "")))
+                gpu = agent.node.find_gpu(str(request.get("gpu", "")))
                 undo = request.get("undo", False)
                 if not isinstance(undo, bool):
                     raise InvalidInput.of("undo", undo, "true or false")
@@ -97,7 +97,7 @@ class Admin:
                 if not isinstance(documents, list):
                     raise InvalidInput.of("pools", documents, "a list of MemoryPool documents")
                 pools = load_pools(documents)
-                agent.set_pools(pools)
+                agent.pools.use(pools)
                 return {
                     "pools": [p.metadata.name for p in pools],
                     "warnings": [w for p in pools for w in implausible(p)],

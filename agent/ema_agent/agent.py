@@ -1,7 +1,6 @@
 """The agent: one node's memory, its borrowers and its policy, wired together on one event loop."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +8,10 @@ from pathlib import Path
 from typing import Final
 
 from ema_agent import pairs
+from ema_agent.admission import Admission
 from ema_agent.backing import Backing
 from ema_agent.cleaner import Cleaner
-from ema_agent.connection import Connection
-from ema_agent.door import NAME, Door, Guest
+from ema_agent.door import Door
 from ema_agent.figures import Figures
 from ema_agent.gates import Gates
 from ema_agent.health import Health
@@ -22,16 +21,13 @@ from ema_agent.ledger import Ledger
 from ema_agent.listener import Reclaim
 from ema_agent.losses import Losses
 from ema_agent.node import Node
-from ema_agent.session import Session, welcome
+from ema_agent.pools import Pools
 from ema_agent.steward import Steward
 from ema_agent.watch import OLD, Watch
 from ema_core import wire
 from ema_core.api import MemoryPool
-from ema_core.errors import FieldError, InvalidInput
-from ema_core.ids import HOST, GpuId, LeaseId, Place, PoolName
+from ema_core.ids import HOST, GpuId
 from ema_core.plan import Plan
-from ema_core.resolve import GpuFacts, resolve
-from ema_core.wire import Kinds
 from ema_driver.errors import DriverError
 from ema_driver.protocol import MemoryDriver
 
@@ -41,7 +37,6 @@ POLL: Final = 0.5
 """Seconds between two looks at which devices there are."""
 RETEST: Final = 30.0
 """Seconds between two tests of barred pairs."""
-SESSIONS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +64,6 @@ class Agent:
         self.ledger = Ledger()
         self.figures = Figures()
         self.health = Health()
-        self.sessions: dict[LeaseId, Session] = {}
-        self.pools: dict[PoolName, MemoryPool] = {}
         home = next(iter(self.node.devices))
         self.gates = Gates(driver)
         self.backing = Backing(driver, self.gates, home)
@@ -80,11 +73,13 @@ class Agent:
         self.why_ended: str | None = None
         self._changed = False
         """Memory has been read that is not as it was when the last plan was made."""
-        self._numbers = itertools.count(1)
         self._end = asyncio.Event()
         self.lanes = Lanes(time.monotonic, asyncio.get_running_loop().call_later)
         self.cleaner = Cleaner(self.steward, self.lanes)
-        self.set_pools(pools)
+        self.pools = Pools(driver, self.steward, self.lanes)
+        self.pools.use(pools)
+        self.admission = Admission(driver, self.steward, self.lanes, self.pools)
+        self.sessions = self.admission.sessions
         self.watch = Watch(driver, self.node, self._fresh, self.fail)
         self.steward.moves.held_changed = self.watch.look_now
         self.steward.may_grant = lambda: self.watch.age <= OLD
@@ -96,7 +91,7 @@ class Agent:
         """Verify the paths, open the door, serve; give everything back at the end."""
         await self._verify()
         self.watch.start()
-        door = Door(self.setup.folder / "client.sock", self.setup.client_mode, self._introduce)
+        door = Door(self.setup.folder / "client.sock", self.setup.client_mode, self.admission.introduce)
         self.ready = True
         loops = [asyncio.ensure_future(c) for c in (self.steward.run(), self.cleaner.run(), self._tick(), self._poll())]
         try:
@@ -136,44 +131,6 @@ class Agent:
             self.backing.stock.trim(0)
             self.gates.close_pages()
 
-    def set_pools(self, pools: Sequence[MemoryPool]) -> None:
-        """Use these pools from now on. Raises InvalidInput if one cannot be on this node; then nothing changes."""
-        errors = []
-        for pool in pools:
-            for gpu in self.node.devices:
-                grain = self.driver.granularity(gpu)
-                if pool.spec.chunk_size % grain:
-                    errors.append(
-                        FieldError("spec.chunkSize", pool.spec.chunk_size, f"a multiple of {grain} bytes on this node")
-                    )
-                    break
-            name = PoolName(pool.metadata.name)
-            old = self.pools.get(name)
-            in_use = any(e.pool == name for e in self.ledger.leases.values())
-            if old is not None and in_use and old.spec.chunk_size != pool.spec.chunk_size:
-                errors.append(
-                    FieldError("spec.chunkSize", pool.spec.chunk_size, f"{old.spec.chunk_size} while leases are open")
-                )
-        missing = {e.pool for e in self.ledger.leases.values()} - {PoolName(p.metadata.name) for p in pools}
-        errors += [FieldError("metadata.name", gone, "to stay: leases of this pool are open") for gone in missing]
-        if errors:
-            raise InvalidInput(errors)
-        facts = {gpu: GpuFacts(d.product, d.total) for gpu, d in self.node.devices.items()}
-        self.pools = {PoolName(p.metadata.name): p for p in pools}
-        self.steward.pools = {name: resolve(p, facts) for name, p in self.pools.items()}
-        self.lanes.caps = self._caps()
-        for lease in self.ledger.leases.values():
-            self._set_terms(lease)
-        self.steward.wake()
-
-    def _caps(self) -> dict[Place, int]:
-        """The least traffic that any pool allows, by GPU."""
-        caps: dict[Place, int] = {}
-        for name, policy in self.steward.pools.items():
-            if cap := self.pools[name].spec.lending.max_traffic:
-                caps.update({gpu: min(cap, caps.get(gpu, cap)) for gpu in policy.gpus})
-        return caps
-
     # --- loops ---
 
     async def _tick(self) -> None:
@@ -192,7 +149,7 @@ class Agent:
         self._changed = True
         now = time.monotonic()
         short = False
-        for gpu, pool_headroom in self._headrooms().items():
+        for gpu, pool_headroom in self.pools.headrooms().items():
             if self.ledger.lent[gpu] > 0 and self.node.free(gpu) < pool_headroom:
                 self.figures.shortfall(gpu, now)
                 short = True
@@ -204,13 +161,6 @@ class Agent:
         for session in waiting:
             session.look(now)
         return short or bool(waiting)
-
-    def _headrooms(self) -> dict[GpuId, int]:
-        found: dict[GpuId, int] = {}
-        for policy in self.steward.pools.values():
-            for gpu in policy.gpus:
-                found[gpu] = max(found.get(gpu, 0), policy.headroom)
-        return found
 
     def _hear(self, now: float) -> None:
         try:
@@ -266,78 +216,6 @@ class Agent:
             if not session.closing and (broken := session.broken()):
                 session.line.connection.close(f"its copies ended with the GPU: {broken}")
 
-    # --- clients ---
-
-    def _introduce(self, guest: Guest, hello: wire.Hello) -> None:
-        connection = guest.connection
-        if hello.version != wire.VERSION:
-            text = (
-                f"version {hello.version} of the library does not fit this agent's {wire.VERSION}: use the same release"
-            )
-            connection.send(wire.Refused(0, Kinds.VERSION, text, "version", str(hello.version), str(wire.VERSION)))
-            connection.close(text)
-            return
-        try:
-            gpu = self._gpu_of(hello.gpu)
-            pool = self._pool_of(hello.pool, gpu)
-            if not NAME.fullmatch(hello.name):
-                raise InvalidInput.of("name", hello.name, "1 to 63 letters, digits, '.', '_' or '-'")
-            if len(self.sessions) >= SESSIONS:
-                raise InvalidInput.of("clients", len(self.sessions), f"fewer than {SESSIONS}")
-            session = self._open(connection, hello.name, gpu, pool)
-            guest.receive, guest.ended = session.received, session.disconnected
-            # Only now: the client may have gone already, and sending would end the connection.
-            message, fds, sent = welcome(session, self.driver, self.node)
-            connection.send(message, fds)
-            sent()
-        except InvalidInput as refused:
-            first = refused.errors[0]
-            connection.refuse_and_close(first.field, str(first.value) or "empty", first.expected)
-        except (DriverError, OSError) as error:  # OSError: this process has no descriptor left
-            connection.send(wire.Refused(0, Kinds.INTERNAL, f"no place for another client: {error}"))
-            connection.close("no place for another client")
-
-    def _open(self, connection: Connection, name: str, gpu: GpuId, pool: PoolName) -> Session:
-        lease = Lease(LeaseId(f"{name}-{next(self._numbers)}"), pool, gpu, self.pools[pool].spec.chunk_size, name=name)
-        lease.counts_on = self.node.counts_on(gpu)
-        self._set_terms(lease)
-        session = Session(self.driver, self.steward, self.lanes, lease=lease, connection=connection, ended=self._ended)
-        self.ledger.open_lease(lease)
-        self.sessions[lease.id] = session
-        self.steward.wake()  # its GPU lends no more until it opts in
-        return session
-
-    def _set_terms(self, lease: Lease) -> None:
-        spec = self.pools[lease.pool].spec
-        policy = self.steward.pools[lease.pool]
-        others = (
-            sum(size for gpu, size in policy.max_per_gpu.items() if gpu != (lease.counts_on or lease.gpu))
-            + policy.host_lend
-        )
-        lease.limit = others if spec.borrowing.max_per_pod is None else spec.borrowing.max_per_pod
-        lease.guaranteed = min(spec.borrowing.guaranteed_per_pod, lease.limit)
-
-    def _gpu_of(self, text: str) -> GpuId:
-        devices = self.node.devices
-        if text in devices:
-            return GpuId(Place(text))
-        by_index = {str(d.index): gpu for gpu, d in devices.items()}
-        if text in by_index:
-            return by_index[text]
-        if not text and len(devices) == 1:
-            return next(iter(devices))
-        raise InvalidInput.of("gpu", text or "not said", f"one of {', '.join(sorted(by_index))} or a UUID of this node")
-
-    def _pool_of(self, name: str, gpu: GpuId) -> PoolName:
-        if name:
-            if name not in self.pools:
-                raise InvalidInput.of("pool", name, f"one of {', '.join(self.pools)}")
-            return PoolName(name)
-        return next((n for n, p in self.steward.pools.items() if gpu in p.gpus), next(iter(self.pools)))
-
-    def _ended(self, session: Session) -> None:
-        self.sessions.pop(session.lease.id, None)
-
     # --- what the steward tells ---
 
     def moved(self, lease: Lease, region: Region, size: int) -> None:
@@ -392,10 +270,6 @@ class Agent:
             self.node.draining.add(gpu)
         self.steward.wake()
         return self.ledger.lent[gpu]
-
-    def find_gpu(self, text: str) -> GpuId:
-        """A GPU by UUID or index. Raises InvalidInput."""
-        return self._gpu_of(text)
 
     @property
     def host_bytes(self) -> int:

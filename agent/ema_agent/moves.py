@@ -46,6 +46,8 @@ class Moves:
         self.spare_limit = 0
         """Bytes of host memory that are kept for the next chunk."""
 
+    # --- moves: one after the other, as a chunk sees them ---
+
     def begin(self, moves: Iterable[Move], now: float) -> None:
         """Start a plan's moves, in its order."""
         self.passed_over = False
@@ -99,11 +101,6 @@ class Moves:
         await asyncio.gather(*(self._carry_all(batches, move, decided) for _ in range(ABREAST)))
         await self.trim()
 
-    async def _carry_all(self, batches: Iterator[list[Chunk]], move: Move, decided: float) -> None:
-        for batch in batches:
-            if (times := await self._carry(batch, move, move.source)) is not None:
-                self._record(move, batch, (times[0] - decided, times[1] - decided), clean=False)
-
     def _vacate(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk], float, float]:
         """On a worker: chunks whose memory is free, as their twin is true, and those that a store made dirty again.
 
@@ -142,19 +139,10 @@ class Moves:
         self._backing.gates.open([c.gate for c in chunks if c.mapped])
         return why
 
-    async def _give_up(self, chunks: list[Chunk], why: str) -> None:
-        places = {c.handle.place for c in chunks}
-        with self._node.changing(places):
-            await self._work.in_thread(self._backing.forget, chunks)
-            for c in chunks:
-                self.held(c.handle.place, -c.size)
-        self._ledger.become_all(chunks, State.LOST)
-        by_region: dict[Region, list[int]] = defaultdict(list)
-        for c in chunks:
-            by_region[c.region].append(c.index)
-        for region, indices in by_region.items():
-            self._listener.lost(chunks[0].lease, region, indices, why)
-        self._wake()
+    async def _carry_all(self, batches: Iterator[list[Chunk]], move: Move, decided: float) -> None:
+        for batch in batches:
+            if (times := await self._carry(batch, move, move.source)) is not None:
+                self._record(move, batch, (times[0] - decided, times[1] - decided), clean=False)
 
     async def _carry(self, batch: list[Chunk], move: Move, source: Place) -> tuple[float, float] | None:
         """Copy a batch to the target; on failure it stays, or goes, where it is safe.
@@ -183,30 +171,6 @@ class Moves:
             self._arrived([c for c, true in zip(batch, twins, strict=True) if not true], State.DIRTY, move.target)
         return times
 
-    def _failed_move(self, chunks: list[Chunk], move: Move, source: Place, error: DriverError) -> None:
-        """The target filled up or went away, or a link hangs. The bytes are where they were; the next plan sees why."""
-        if isinstance(error, Stuck):
-            self._bar(source, move.target, error)
-        elif isinstance(error, Held):
-            self._bar(source, chunks[0].lease.gpu, error)
-        else:
-            self._rest(error, source, move.target)
-        self._stay(chunks, source)
-
-    def _kept(self, chunks: Sequence[Chunk], error: DriverError) -> None:
-        """Chunks that were to be dropped are as they were."""
-        self._rest(error, chunks[0].place, chunks[0].place)
-        self._stay(chunks, chunks[0].place)
-
-    def _stay(self, chunks: Sequence[Chunk], place: Place) -> None:
-        """Chunks that were to leave are where they were."""
-        self._ledger.become_all(chunks, State.HOST if place == HOST else State.DIRTY, place=place)
-        self._wake()
-
-    def _bar(self, source: Place, target: Place, why: DriverError) -> None:
-        self._node.barred[source, target] = str(why)
-        self._node.paths.pop((source, target), None)
-
     def _way(self, source: Place, target: Place) -> tuple[Place, ...]:
         """Straight, or by host memory where that pair is barred: every lender has a true way to and from there."""
         return (target,) if HOST in (source, target) or (source, target) in self._node.paths else (HOST, target)
@@ -229,6 +193,65 @@ class Moves:
             sizes[c.lease, c.region] += c.size
         for (lease, region), size in sizes.items():
             self._listener.moved(lease, region, size)
+
+    def _record(self, move: Move, chunks: Sequence[Chunk], times: tuple[float, float], *, clean: bool) -> None:
+        if chunks and move.cause is not Cause.PROMOTE:
+            size = sum(c.size for c in chunks)
+            own, seconds = times
+            self._listener.reclaimed(
+                Reclaim(
+                    *(move.lease, move.source, move.target, size, move.cause),
+                    clean=clean,
+                    seconds=seconds,
+                    own_seconds=own,
+                )
+            )
+
+    # --- failures ---
+
+    def _failed_move(self, chunks: list[Chunk], move: Move, source: Place, error: DriverError) -> None:
+        """The target filled up or went away, or a link hangs. The bytes are where they were; the next plan sees why."""
+        if isinstance(error, Stuck):
+            self._bar(source, move.target, error)
+        elif isinstance(error, Held):
+            self._bar(source, chunks[0].lease.gpu, error)
+        else:
+            self._rest(error, source, move.target)
+        self._stay(chunks, source)
+
+    def _bar(self, source: Place, target: Place, why: DriverError) -> None:
+        self._node.barred[source, target] = str(why)
+        self._node.paths.pop((source, target), None)
+
+    def _rest(self, error: DriverError, source: Place, target: Place) -> None:
+        """After a failure: whichever end is to blame is left alone for a moment."""
+        self._node.rest(target if isinstance(error, OutOfMemory) else source)
+
+    def _kept(self, chunks: Sequence[Chunk], error: DriverError) -> None:
+        """Chunks that were to be dropped are as they were."""
+        self._rest(error, chunks[0].place, chunks[0].place)
+        self._stay(chunks, chunks[0].place)
+
+    def _stay(self, chunks: Sequence[Chunk], place: Place) -> None:
+        """Chunks that were to leave are where they were."""
+        self._ledger.become_all(chunks, State.HOST if place == HOST else State.DIRTY, place=place)
+        self._wake()
+
+    async def _give_up(self, chunks: list[Chunk], why: str) -> None:
+        places = {c.handle.place for c in chunks}
+        with self._node.changing(places):
+            await self._work.in_thread(self._backing.forget, chunks)
+            for c in chunks:
+                self.held(c.handle.place, -c.size)
+        self._ledger.become_all(chunks, State.LOST)
+        by_region: dict[Region, list[int]] = defaultdict(list)
+        for c in chunks:
+            by_region[c.region].append(c.index)
+        for region, indices in by_region.items():
+            self._listener.lost(chunks[0].lease, region, indices, why)
+        self._wake()
+
+    # --- drops ---
 
     def begin_drops(self, drops: Iterable[Drop], now: float) -> None:
         """Start a plan's drops."""
@@ -288,27 +311,12 @@ class Moves:
             )
         )
 
+    # --- what is held ---
+
     def held(self, place: Place, size: int) -> None:
         """We hold so many bytes more at a place, or less."""
         self._node.held(place, size)
         self.held_changed()
-
-    def _rest(self, error: DriverError, source: Place, target: Place) -> None:
-        """After a failure: whichever end is to blame is left alone for a moment."""
-        self._node.rest(target if isinstance(error, OutOfMemory) else source)
-
-    def _record(self, move: Move, chunks: Sequence[Chunk], times: tuple[float, float], *, clean: bool) -> None:
-        if chunks and move.cause is not Cause.PROMOTE:
-            size = sum(c.size for c in chunks)
-            own, seconds = times
-            self._listener.reclaimed(
-                Reclaim(
-                    *(move.lease, move.source, move.target, size, move.cause),
-                    clean=clean,
-                    seconds=seconds,
-                    own_seconds=own,
-                )
-            )
 
     async def trim(self) -> None:
         """Give host memory back that is kept for the next chunk, beyond the limit."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from ema_core.errors import InvalidInput
 from ema_core.ids import HOST, GpuId, Place
 from ema_core.state import Gpu
 from ema_driver.protocol import Device, MemoryDriver, MemoryInfo
@@ -71,6 +72,17 @@ class Node:
     def discover(self) -> None:
         """Read devices anew. Identity is the UUID, and the order is the UUIDs' own, whatever the enumeration."""
         self.devices = {d.id: d for d in sorted(self._driver.devices(), key=lambda d: d.id)}
+
+    def find_gpu(self, text: str) -> GpuId:
+        """A GPU by UUID or index; the only one, if nothing is said. Raises InvalidInput."""
+        if text in self.devices:
+            return GpuId(Place(text))
+        by_index = {str(d.index): gpu for gpu, d in self.devices.items()}
+        if text in by_index:
+            return by_index[text]
+        if not text and len(self.devices) == 1:
+            return next(iter(self.devices))
+        raise InvalidInput.of("gpu", text or "not said", f"one of {', '.join(sorted(by_index))} or a UUID of this node")
 
     def quiet(self) -> dict[Place, int]:
         """Places where our own memory does not change just now, for `take` after the memory was read."""

@@ -68,7 +68,7 @@ class Regions:
         self._changing: set[int] = set()
         """Regions that are being cut or renewed: one thing at a time, or chunks would be given back twice."""
 
-    # --- messages ----------------------------------------------------------------------------------------------------
+    # --- messages ---
 
     def grow(self, message: wire.GrowRegion) -> None:
         """Make a region, or make it larger."""
@@ -129,7 +129,7 @@ class Regions:
             page = gone[first : first + DROPPED_PAGE]
             self._line.send(wire.Dropped(message.id, region.number, page, first + DROPPED_PAGE < len(gone)))
 
-    # --- what happens meanwhile --------------------------------------------------------------------------------------
+    # --- what happens meanwhile ---
 
     def granted(self, region: Region) -> None:
         """Memory of this region arrived: answer whoever waited for the last of it."""
@@ -193,7 +193,7 @@ class Regions:
         steward.moves.held_changed()
         steward.wake()
 
-    # --- inside ------------------------------------------------------------------------------------------------------
+    # --- inside ---
 
     def _wait(self, waiter: Waiter) -> None:
         if not self.waiters:

@@ -1,12 +1,6 @@
-"""One client: its lease, its windows, regions and programs, from Hello to the last byte given back.
-
-Follow one chunk: `GrowRegion` makes it wanted (`regions.grow`) → the steward grants it (`steward._grant`) → `granted`
-answers the client → `OpenProgram` builds copies around its gate (`programs`) → `Start` launches them → a plan moves it
-(`moves._relocate`) → `moved` tells the client → `ShrinkRegion`, or the end of the session, gives it back.
-"""
+"""One client: its lease, its windows, regions and programs, from Hello to the last byte given back."""
 
 import asyncio
-import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +12,6 @@ from ema_agent.connection import Connection
 from ema_agent.lanes import Lanes
 from ema_agent.lease import Lease, State
 from ema_agent.line import Line
-from ema_agent.node import Node
 from ema_agent.own_share import OwnShare
 from ema_agent.programs import Copies, Load, Refusal, Window
 from ema_agent.regions import Regions
@@ -26,7 +19,7 @@ from ema_agent.steward import Steward
 from ema_core import wire
 from ema_core.ids import Place
 from ema_core.wire import Kinds
-from ema_driver.errors import DriverError, InvalidUse, NotMapped
+from ema_driver.errors import DriverError, NotMapped
 from ema_driver.protocol import MemoryDriver, Stream
 
 PENDING: Final = 64
@@ -323,38 +316,6 @@ def _passed(stream: Stream) -> bool:
         return stream.done()
     except DriverError:
         return True  # it failed: nothing of it runs any more
-
-
-def welcome(session: Session, driver: MemoryDriver, node: Node) -> tuple[wire.Welcome, list[int], Callable[[], None]]:
-    """The answer to Hello, the descriptors beside it, and what to call when they were sent."""
-    lease = session.lease
-    fds = [session.shared.fileno(), session.notice.fileno()]
-    sent: Callable[[], None] = _nothing
-    try:
-        guest = driver.guest(lease.gpu)
-    except InvalidUse:
-        pass  # Borrowers reach their GPU by themselves.
-    else:
-        fds.append(guest)
-        sent = partial(os.close, guest)
-    message = wire.Welcome(
-        version=wire.VERSION,
-        driver=driver.name,
-        lease=lease.id,
-        gpu=lease.gpu,
-        pool=lease.pool,
-        chunk=lease.chunk,
-        granularity=driver.granularity(lease.gpu),
-        limit=lease.limit,
-        guaranteed=lease.guaranteed,
-        rate=node.best_rate(lease.gpu),
-        guest=len(fds) == 3,
-    )
-    return message, fds, sent
-
-
-def _nothing() -> None:
-    """Nothing was lent for the answer."""
 
 
 def _sizes(load: Load) -> Counter[Place]:

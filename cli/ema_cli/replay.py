@@ -8,10 +8,9 @@ import typer
 from ema_cli.out import as_json, bad_input, complain, screen, write_picture
 from ema_cli.pool_file import read_pool
 from ema_cli.replay_report import as_object, picture, table
+from ema_cli.serving.options import active_of, rate_of, requests_of
 from ema_cli.serving.presets import find_gpu, find_model
 from ema_cli.serving.replay import Setup, replay
-from ema_cli.serving.trace import Request, read_trace
-from ema_core.errors import InvalidInput
 from ema_core.quantity import parse_duration
 from ema_core.resolve import implausible
 
@@ -36,15 +35,15 @@ def replay_command(  # noqa: PLR0917 (typer takes options as parameters)
     """Replay a request trace in virtual time: static partition, borrowing and twice the memory side by side."""
     with bad_input():
         setup = Setup(
-            requests=_read(trace),
+            requests=requests_of("TRACE", trace),
             pool=read_pool(pool),
             model=find_model(model),
             gpu=find_gpu(gpu),
             link=link,
             gpus=gpus,
-            active=_active(active, gpus),
+            active=active_of(active, gpus),
             cycles=cycles,
-            rate=_positive(rate),
+            rate=rate_of(rate),
             patience=parse_duration(patience, "--patience"),
             seed=seed,
         )
@@ -62,24 +61,3 @@ def replay_command(  # noqa: PLR0917 (typer takes options as parameters)
         complain(shortfall)
     if report.shortfalls:
         raise typer.Exit(1)
-
-
-def _read(trace: Path) -> list[Request]:
-    try:
-        return list(read_trace(trace))
-    except OSError as error:
-        raise InvalidInput.of("TRACE", str(trace), f"a readable file ({error.strerror})") from error
-
-
-def _active(active: int | None, gpus: int) -> int:
-    if active is None:
-        return max(1, gpus // 4)
-    if active > gpus:
-        raise InvalidInput.of("--active", active, f"at most {gpus}, the number of GPUs")
-    return active
-
-
-def _positive(rate: float | None) -> float | None:
-    if rate is not None and not 0 < rate <= 1e6:
-        raise InvalidInput.of("--rate", rate, "a number above 0, at most 1000000")
-    return rate

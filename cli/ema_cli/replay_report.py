@@ -1,18 +1,11 @@
 """A replay's report as an object, a table and a picture."""
 
-from collections.abc import Sequence
-
 from rich.table import Table
 
-from ema_cli.picture import Layer, Panel, Picture, svg
+from ema_cli.picture import Panel, Picture, svg
+from ema_cli.serving.figures import LAYERS, floor_of, quantile, served_figures
 from ema_cli.serving.outcome import Outcome
 from ema_cli.serving.replay import RUNS, Report, bursts
-
-
-def quantile(values: Sequence[float], part: float) -> float:
-    """The value below which `part` of them lie (0 to 1), 0 where there are none."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else 0.0
 
 
 def as_object(report: Report) -> dict[str, object]:
@@ -47,18 +40,9 @@ def _ratio(value: float, base: float) -> float | None:
 def _run_object(outcome: Outcome, predicted: int) -> dict[str, object]:
     return {
         "duration_seconds": outcome.duration,
-        "offered": outcome.offered,
-        "served": outcome.served,
+        **served_figures(outcome),
         "predicted_served": predicted,
-        "gave_up": outcome.gave_up,
         "refused": len(outcome.too_large),
-        "unfinished": outcome.unfinished,
-        "wait_p50_seconds": quantile(outcome.waits, 0.5),
-        "wait_p99_seconds": quantile(outcome.waits, 0.99),
-        "latency_p50_seconds": quantile(outcome.latencies, 0.5),
-        "latency_p99_seconds": quantile(outcome.latencies, 0.99),
-        "tokens_per_second": outcome.tokens / outcome.duration,
-        "preemptions": outcome.preemptions,
         "fetched_bytes": outcome.fetched,
         "stored_bytes": outcome.stored,
         "moved_bytes": outcome.traffic.moved,
@@ -141,15 +125,10 @@ def picture(report: Report) -> str:
                 for name, outcome in zip(RUNS, report.outcomes, strict=True)
             ],
             rows=[f"GPU {gpu}" for gpu in range(setup.gpus)],
-            layers=(
-                Layer("own weights", "#9aa5b1"),
-                Layer("own keys and values", "#2f6fb3"),
-                Layer("lent to others", "#e2a13b"),
-                Layer("borrowed (elsewhere)", "#58a55c"),
-            ),
+            layers=LAYERS,
             panels=rows,
             duration=report.outcomes[0].duration,
-            floor=max(0, weights - (memory - weights) // 4),
+            floor=floor_of(weights, memory),
             top=max(memory, *map(sum, borrowing)) + (memory - weights) // 8,
         )
     )

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Final
 
 from ema import errors
 from ema.channel import Channel, failure
+from ema.measures import Measures
 from ema.runs import Runs
+from ema.terms import Terms
+from ema.unchecked import Unchecked
 from ema_core import wire
 from ema_core.ids import GpuId, Place
 from ema_core.wire import CopyStep
@@ -28,13 +31,11 @@ if TYPE_CHECKING:
     from ema.tickets import Ticket
     from ema.window import Window
 
-REPORT: Final = 1.0
-"""Seconds between two reports of what was measured."""
 BACKOFF: Final = (0.05, 2.0)
 """Seconds until the first and between later attempts to reach an agent that is gone."""
 
 
-class Link:
+class Link(Terms):
     """A connection to the agent, whichever agent is there. Thread-safe."""
 
     driver: MemoryDriver
@@ -55,8 +56,7 @@ class Link:
         """Region → chunks that went with their GPU, and why."""
         self._pages: dict[int, list[int]] = {}
         """Pages of an answer that has not ended."""
-        self._fetched: dict[int, tuple[Region, int, int, int]] = {}
-        """Slot → what of a droppable region is being fetched into it, and how often that was renewed before."""
+        self.unchecked = Unchecked()
         self.orphans: set[int] = set()
         """Slots that an agent which is gone was to fill."""
         self.session = 0
@@ -65,14 +65,7 @@ class Link:
         self._broken: errors.EmaError | None = None
         self._retired: list[Words] = []
         """Pages of the agent before this one: threads may still look at them for a moment."""
-        self._measures = threading.Condition()
-        """Guards what is measured and counted below."""
-        self._waiters = 0
-        self._waited = self._stepped = 0.0
-        self._steps = 0
-        self._reported = time.monotonic()
-        self.exposed_wait = 0.0
-        """Seconds that this process has waited for slots, in all."""
+        self.measures = Measures()
         self.queue_position: int | None = None
         """Place in the queue of a request that waits for memory (0 is next); None when nothing waits."""
         self.queue_deadline: float | None = None
@@ -88,39 +81,9 @@ class Link:
     # --- what it is ---
 
     @property
-    def gpu(self) -> GpuId:
-        """This process's own GPU."""
-        return GpuId(Place(self._welcome.gpu))
-
-    @property
-    def chunk(self) -> int:
-        """Bytes of a chunk: regions and shares are whole numbers of it."""
-        return self._welcome.chunk
-
-    @property
-    def granularity(self) -> int:
-        """Windows are multiples of this many bytes."""
-        return self._welcome.granularity
-
-    @property
-    def lease(self) -> str:
-        """Name of this process's lease on the node."""
-        return self._welcome.lease
-
-    @property
-    def limit(self) -> int:
-        """Bytes that this lease may ever hold."""
-        return self._welcome.limit
-
-    @property
-    def guaranteed(self) -> int:
-        """Bytes that this lease gets before others."""
-        return self._welcome.guaranteed
-
-    @property
-    def rate(self) -> int:
-        """Bytes per second of the fastest path from a neighbour to this GPU."""
-        return self._welcome.rate
+    def exposed_wait(self) -> float:
+        """Seconds that this process has waited for slots, in all."""
+        return self.measures.exposed_wait
 
     @property
     def notice(self) -> Words:
@@ -142,8 +105,7 @@ class Link:
                 continue
             region.check_dropped(step.at, step.size)
             if not store:
-                # It may be dropped before the copy is made: looked at again when the slot is waited for.
-                self._fetched[step.slot] = (region, step.at, step.size, region.renewals)
+                self.unchecked.add(step.slot, region, step.at, step.size)
         if self.orphans:
             self.orphans.difference_update(s.slot for s in steps)
         return self.runs.run(steps, store=store)
@@ -172,17 +134,6 @@ class Link:
             self.orphans.discard(slot)
             raise errors.AgentLost(f"slot {slot} was to be filled by an agent that is gone; fetch again")
         self.runs.check_slot(slot, list(self._programs.values()))
-
-    def check_fetched(self, slot: int) -> None:
-        """Raise Reclaimed if what was fetched into the slot had been dropped."""
-        fetched = self._fetched.pop(slot, None) if self._fetched else None
-        if fetched is not None:
-            region, at, size, renewals = fetched
-            try:
-                region.check_dropped(at, size, renewals)
-            except errors.Reclaimed:
-                self.shared.store(slot * wire.SLOT_WORDS + wire.SLOT_FLAG, wire.EMPTY)
-                raise
 
     def drops(self, region: "Region") -> int:
         """How often chunks of regions with this number were dropped."""
@@ -223,37 +174,11 @@ class Link:
         """The mapped bytes, where the CPU can map them too."""
         return self.driver.view(address, size) if isinstance(self.driver, CpuVisible) else None
 
-    def begin_wait(self) -> None:
-        """A thread is about to wait for a word of the pages. Raises EmaError if the pool is closed."""
-        with self._measures:
-            if self._closed:
-                raise errors.EmaError("this pool is closed")
-            self._waiters += 1
-
-    def end_wait(self) -> None:
-        """It waits no more."""
-        with self._measures:
-            self._waiters -= 1
-            self._measures.notify_all()
-
-    def waited(self, seconds: float) -> None:
-        """Count exposed waiting."""
-        with self._measures:
-            self.exposed_wait += seconds
-            self._waited += seconds
-
     def stepped(self, seconds: float, steps: int, now: float) -> None:
         """Count steps, and report now and then."""
-        with self._measures:
-            self._stepped += seconds
-            self._steps += steps
-            if now - self._reported <= REPORT or not self.alive:
-                return
-            self._reported = now
-            report = wire.Report(self._waited, self._stepped, self._steps)
-            self._waited = self._stepped = 0.0
-            self._steps = 0
-        self._channel.send(report)
+        self.measures.stepped(seconds, steps)
+        if self.alive and (report := self.measures.due(now)) is not None:
+            self._channel.send(report)
 
     def forget_region(self, region: "Region") -> None:
         """The region is closed."""
@@ -308,7 +233,7 @@ class Link:
             self.runs = Runs(self, channel, new_shared, new_notice)
             self._regions.clear()
             self._programs.clear()
-            for kept in (self._lost, self._pages, self._fetched):
+            for kept in (self._lost, self._pages, self.unchecked):
                 kept.clear()
             self.session += 1
             self._channel = channel

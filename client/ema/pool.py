@@ -115,7 +115,7 @@ class Pool(Link):
                 # An earlier window's slot with this number may have been closed while it was full.
                 slot.reset()
                 self.orphans.discard(slot.number)
-                self._fetched.pop(slot.number, None)
+                self.unchecked.forget(slot.number)
                 self.runs.into.pop(slot.number, None)
         return window
 
@@ -190,9 +190,8 @@ class Pool(Link):
             self._closed = True
         self.runs.finished = errors.EmaError("this pool is closed")
         self._channel.close()
-        with self._measures:
-            # Who waits looks up at least every SLICE seconds, and must not find its page gone.
-            self._measures.wait_for(lambda: self._waiters == 0, 10 * SLICE)
+        # Who waits looks up at least every SLICE seconds, and must not find its page gone.
+        self.measures.close(10 * SLICE)
         if self._share is not None:
             self._share.shrink(0)
         for window in list(self._windows.values()):

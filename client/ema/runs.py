@@ -124,7 +124,7 @@ class Runs:
         word, number = ticket.word, ticket.seq & _MASK
         if self.ended(word, ticket.seq):
             return
-        self._pool.begin_wait()
+        self._pool.measures.begin_wait()
         try:
             while not self.ended(word, ticket.seq):
                 self.check(ticket)
@@ -136,7 +136,7 @@ class Runs:
                 else:
                     self._notice.wait(wire.NOTICE_RUNS + word, 0, left)
         finally:
-            self._pool.end_wait()
+            self._pool.measures.end_wait()
 
     def check(self, ticket: Ticket) -> None:
         """Raise what keeps a run from ending: AgentLost, DataLost, or what the agent refused it for."""

@@ -61,7 +61,11 @@ class Slot:
         TimedOut, AgentLost, DataLost, and Reclaimed if what was fetched had been dropped.
         """
         self._until(wire.FULL, timeout, needed_at)
-        self._pool.check_fetched(self.number)
+        try:
+            self._pool.unchecked.check(self.number)
+        except errors.Reclaimed:
+            self.reset()
+            raise
         return self._view
 
     def wait_empty(self, timeout: float | None = None, *, needed_at: float = 0.0) -> memoryview | None:
@@ -105,7 +109,7 @@ class Slot:
             return
         began = time.monotonic()
         end = None if timeout is None else began + timeout
-        pool.begin_wait()
+        pool.measures.begin_wait()
         try:
             while True:
                 if pool.runs is not runs:
@@ -118,8 +122,8 @@ class Slot:
                 if end is not None and time.monotonic() >= end:
                     raise errors.TimedOut(f"slot {self.number} was not handed over in {timeout} s")
         finally:
-            pool.end_wait()
-            pool.waited(max(0.0, time.monotonic() - max(began, needed_at)))
+            pool.measures.end_wait()
+            pool.measures.waited(max(0.0, time.monotonic() - max(began, needed_at)))
 
 
 class Window:

@@ -14,7 +14,6 @@ from ema_core.errors import FieldError, InvalidInput
 from ema_core.quantity import parse_duration, parse_percent, parse_quantity
 from ema_core.reading import Parser, read
 
-API_VERSION = "ema.dev/v1alpha1"
 KIND = "MemoryPool"
 
 Bytes = NewType("Bytes", int)

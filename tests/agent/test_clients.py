@@ -12,21 +12,10 @@ import pytest
 
 import ema
 from ema_agent.report import leases
-from nodes import KIB, MIB, SMALL, TINY, Node, pattern, pool, sim, until
+from nodes import KIB, MIB, SMALL, TINY, Node, pool, sim, until
+from regions import right, stored
 
 CHUNK = 256 * KIB
-
-
-def stored(client: ema.Pool, size: int) -> ema.Region:
-    region = client.region(size)
-    region.store(pattern(7, size), at=0)
-    return region
-
-
-def right(region: ema.Region) -> bool:
-    back = bytearray(region.size)
-    region.fetch(0, back)
-    return back == pattern(7, region.size)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Sick GPUs, links and drivers: who notices, who is told, and that the others go on."""
+"""GPUs that are lost, and memory that is refused or not to be read: who is told, and that the others go on."""
 
 import time
 from collections.abc import Callable
@@ -7,43 +7,13 @@ import pytest
 
 import ema
 from ema_agent import agent as agent_module
-from ema_agent import backing, health
-from ema_agent.gates import BUSY_FETCH
+from ema_agent import health
 from ema_agent.health import Health
-from ema_agent.lease import State
-from ema_core.ids import GpuId, Place
-from ema_driver.protocol import HealthEvent, HealthKind
 from ema_driver.sim import GpuGroup, faults
-from ema_driver.sim.streams import SimStream
 from nodes import KIB, MIB, SMALL, TINY, Node, pattern, pool, sim, until
+from regions import right, stored
 
 CHUNK = 256 * KIB
-
-
-def stored(client: ema.Pool, size: int, *, droppable: bool = False) -> ema.Region:
-    region = client.region(size, droppable=droppable)
-    region.store(pattern(7, size), at=0)
-    return region
-
-
-def right(region: ema.Region) -> bool:
-    back = bytearray(region.size)
-    region.fetch(0, back)
-    return back == pattern(7, region.size)
-
-
-def all_clean(node: Node) -> None:
-    node.until(
-        lambda a: all(c.state is State.CLEAN and not c.gate.dirty for c in a.ledger.chunks()),
-        saying="every chunk has a twin",
-    )
-
-
-def never_clean(node: Node) -> None:
-    node.agent.cleaner._candidates = list  # type: ignore[method-assign]
-
-
-# --- lost GPUs ---
 
 
 @pytest.mark.parametrize("fault", [faults.LostGpu, faults.RemovedGpu])
@@ -52,7 +22,7 @@ def test_bytes_with_a_true_copy_survive_their_gpu(
 ) -> None:
     monkeypatch.setattr(agent_module, "POLL", 0.05)
     region = stored(node.connect(0), 6 * MIB)
-    all_clean(node)
+    node.all_clean()
     node.observer.inject(fault(gpu=1))
     until(lambda: node.lent(1) == 0)
     assert right(region)
@@ -65,7 +35,7 @@ def test_bytes_with_a_true_copy_survive_their_gpu(
 
 
 def test_owners_are_told_of_lost_bytes_before_they_can_use_them(node: Node) -> None:
-    never_clean(node)
+    node.never_clean()
     client, other = node.connect(0), node.connect(0)
     region, safe = stored(client, 6 * MIB), None
     there = node.lent(2)
@@ -104,7 +74,7 @@ def test_a_lost_gpu_lends_again_when_it_has_been_back_for_a_while(
     monkeypatch.setattr(Health.__init__, "__defaults__", (0.3,))
     node = make_node(TINY)
     region = stored(node.connect(0), 3 * MIB)
-    all_clean(node)
+    node.all_clean()
     node.observer.inject(faults.LostGpu(gpu=1))
     until(lambda: node.lent(1) == 0)
     node.observer.clear(faults.LostGpu(gpu=1))
@@ -151,62 +121,6 @@ def test_a_gpu_removed_while_no_agent_runs_changes_nothing_for_the_others(node: 
     node.observer.clear(faults.RemovedGpu(gpu=0))
 
 
-# --- health ---
-
-GPU = GpuId(Place("GPU-x"))
-
-
-def test_an_xid_of_a_program_is_no_fault_of_the_gpu() -> None:
-    it = Health(quiet=1.0)
-    assert not it.report([HealthEvent(GPU, HealthKind.XID, 31)], 0.0)
-    assert not it.verdicts
-    assert not it.report([HealthEvent(GPU, HealthKind.XID, 79)], 0.0)
-    assert it.verdicts == {GPU: "XID 79"}
-
-
-def test_a_gpu_is_healthy_again_only_after_it_was_quiet() -> None:
-    it = Health(quiet=1.0)
-    it.report([HealthEvent(GPU, HealthKind.XID, 48)], 0.0)
-    assert not it.clear([GPU], 30.0)
-    it.report([HealthEvent(GPU, HealthKind.RECOVERED)], 30.0)
-    assert not it.clear([GPU], 30.9)
-    it.report([HealthEvent(GPU, HealthKind.XID, 48)], 30.9)
-    it.report([HealthEvent(GPU, HealthKind.RECOVERED)], 31.0)
-    assert not it.clear([GPU], 31.9), "it flapped: the pause begins anew"
-    assert it.clear([GPU], 32.0) == {GPU}
-    assert not it.verdicts
-
-
-def test_an_xid_that_never_was_taken_back_is_forgotten_after_a_minute() -> None:
-    it = Health(quiet=1.0)
-    it.report([HealthEvent(GPU, HealthKind.XID, 48)], 0.0)
-    assert not it.clear([GPU], 60.0)
-    assert not it.clear([GPU], 61.0)
-    assert it.clear([GPU], 62.0) == {GPU}
-
-
-def test_a_gpu_that_is_enumerated_again_comes_back_without_an_event() -> None:
-    it = Health(quiet=1.0)
-    assert it.seen([GPU], [], 0.0) == {GPU}
-    assert it.seen([GPU], [], 1.0) == set(), "told once"
-    assert not it.clear([GPU], 10.0)
-    it.seen([GPU], [GPU], 10.0)
-    assert it.clear([GPU], 11.0) == {GPU}
-
-
-def test_a_sick_gpu_is_emptied_and_its_bytes_are_right(node: Node) -> None:
-    region = stored(node.connect(0), 6 * MIB)
-    node.observer.inject(faults.Xid(gpu=1, code=31))
-    node.observer.inject(faults.Xid(gpu=2, code=79))
-    until(lambda: node.lent(2) == 0)
-    assert node.lent(1) > 0
-    assert right(region)
-    assert node.on_loop(lambda: dict(node.agent.node.unhealthy)) == {node.gpus[2]: "XID 79 XID 79"}
-
-
-# --- memory ---
-
-
 def test_a_place_that_refuses_memory_is_passed_over_without_a_busy_loop(node: Node) -> None:
     client = node.connect(0)
     node.observer.inject(faults.RefusedMemory(place=1))
@@ -225,7 +139,7 @@ def test_a_place_that_refuses_memory_is_passed_over_without_a_busy_loop(node: No
 
 
 def test_a_reclaim_goes_on_when_the_host_refuses_memory_for_a_while(node: Node) -> None:
-    never_clean(node)
+    node.never_clean()
     region = stored(node.connect(0), 6 * MIB)
     node.observer.inject(faults.RefusedMemory(place=-1))
     taken = [h for gpu in (2, 3) for h in node.take_all_but(gpu, 2 * MIB)]
@@ -279,99 +193,6 @@ def test_a_gpu_whose_memory_query_is_no_good_is_skipped_with_the_reason(
     assert node.on_loop(lambda: dict(node.agent.node.skipped)) == {
         node.gpus[2]: "its memory query gives no plausible answer"
     }
-
-
-# --- links ---
-
-
-def test_a_pair_that_lies_is_barred_with_its_reason(make_node: Callable[..., Node]) -> None:
-    lies = (
-        faults.LyingPair(source=1, target=0),
-        faults.LyingPair(source=2, target=0, how="corrupt"),
-        faults.HungLink(source=3, target=1),
-    )
-    node = make_node(sim(faults=lies))
-    one, two, three = node.gpus[1:]
-    barred = node.on_loop(lambda: dict(node.agent.node.barred))
-    assert barred.keys() == {(one, node.gpus[0]), (two, node.gpus[0]), (three, one)}
-    assert "bytes were wrong" in barred[one, node.gpus[0]]
-    assert barred[three, one] == "the test did not end in 2 s"
-    region = stored(node.connect(0), 6 * MIB)
-    assert (node.lent(1), node.lent(2), node.lent(3)) == (0, 0, 6 * MIB)
-    assert right(region)
-
-
-@pytest.mark.parametrize(("source", "target"), [(1, -1), (-1, 1)])
-def test_a_gpu_without_a_true_way_to_the_host_lends_nothing(
-    make_node: Callable[..., Node], source: int, target: int
-) -> None:
-    node = make_node(sim(faults=(faults.LyingPair(source=source, target=target),)))
-    assert right(stored(node.connect(0), 6 * MIB))
-    assert (node.lent(1), node.lent(2) + node.lent(3)) == (0, 6 * MIB)
-
-
-def test_a_slow_link_costs_time_and_nothing_else(node: Node) -> None:
-    node.observer.inject(faults.SlowLink(source=1, target=0, factor=20))
-    region = stored(node.connect(0), 6 * MIB)
-    assert right(region)
-    taken = node.take_what_is_free(1)
-    until(lambda: node.lent(1) == 0 or node.memory(1).free >= 2 * MIB)
-    assert right(region)
-    node.outsider.release([taken])
-
-
-@pytest.mark.parametrize("adrift", [False, True])
-def test_a_link_that_hangs_under_a_reclaim_is_barred_and_another_way_is_found(
-    node: Node, monkeypatch: pytest.MonkeyPatch, adrift: bool
-) -> None:
-    monkeypatch.setattr(backing, "COPY_LIMIT", 0.2)
-    if adrift:  # as CUDA, which takes no copy back
-        close = SimStream.close
-        monkeypatch.setattr(SimStream, "close", lambda stream: close(stream) and False)
-    never_clean(node)
-    region = stored(node.connect(0), 6 * MIB)
-    node.observer.inject(faults.HungLink(source=1, target=2))
-    node.observer.inject(faults.HungLink(source=1, target=3))
-    node.observer.inject(faults.Xid(gpu=1, code=79))
-    until(lambda: node.memory(1).used == 0, saying="the bytes went another way")
-    node.settle()
-    assert right(region)
-    barred = node.on_loop(lambda: dict(node.agent.node.barred))
-    assert barred.keys() <= {(node.gpus[1], node.gpus[2]), (node.gpus[1], node.gpus[3])}
-    assert node.lent(-1) == 0, "by way of host memory to another lender"
-    assert all("did not end" in why for why in barred.values())
-    assert barred
-    kept = node.on_loop(lambda: [h.place for h in node.agent.backing._adrift])
-    assert set(kept) == ({target for _, target in barred} if adrift else set())
-    for target in (2, 3):
-        node.observer.clear(faults.HungLink(source=1, target=target))
-
-
-def test_a_fetch_that_hangs_on_its_link_keeps_its_chunk_and_nothing_else(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backing, "PATIENCE", 0.3)
-    client, other = node.connect(0), node.connect(2)
-    region, safe = stored(client, CHUNK), stored(other, 6 * MIB)
-    all_clean(node)
-    (chunk,) = node.on_loop(lambda: [c for c in node.agent.ledger.chunks() if c.lease.id == client.lease])
-    lender = node.gpus.index(GpuId(chunk.place))
-    node.observer.inject(faults.HungLink(source=lender, target=0))
-    window = client.window(1, CHUNK)
-    region.fetch(0, window[0])
-    until(lambda: chunk.gate.page.load(chunk.gate.base + BUSY_FETCH) == 1, saying="the copy is under way")
-    node.on_loop(lambda: node.agent.drain(node.gpus[lender]))
-    node.until(lambda a: (node.gpus[lender], node.gpus[0]) in a.node.barred, saying="the link is barred")
-    assert right(safe)
-    node.observer.clear(faults.HungLink(source=lender, target=0))
-    fetched = window[0].wait(5)
-    assert fetched is not None
-    assert bytes(fetched) == pattern(7, CHUNK)
-    until(lambda: node.lent(lender) == 0)
-    assert right(region)
-
-
-# --- sizes ---
 
 
 def test_sizes_are_per_device(make_node: Callable[..., Node]) -> None:

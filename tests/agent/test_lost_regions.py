@@ -10,25 +10,10 @@ from ema_agent import backing
 from ema_agent.lease import Chunk, State
 from ema_driver.sim import faults
 from nodes import KIB, MIB, SMALL, Node, pattern, pool, until
+from regions import right, stored
 
 CHUNK = 256 * KIB
 LIMIT = 4 * MIB
-
-
-def never_clean(node: Node) -> None:
-    node.agent.cleaner._candidates = list  # type: ignore[method-assign]
-
-
-def stored(client: ema.Pool, size: int) -> ema.Region:
-    region = client.region(size)
-    region.store(pattern(7, size), at=0)
-    return region
-
-
-def right(region: ema.Region) -> bool:
-    back = bytearray(region.size)
-    region.fetch(0, back)
-    return back == pattern(7, region.size)
 
 
 def only_from(node: Node, *lenders: int) -> None:
@@ -40,7 +25,7 @@ def only_from(node: Node, *lenders: int) -> None:
 
 def test_a_lost_region_is_closed_singly_and_its_quota_can_be_borrowed_again(make_node: Callable[..., Node]) -> None:
     node = make_node(SMALL, pool(borrowing={"maxPerPod": "4Mi"}))
-    never_clean(node)
+    node.never_clean()
     client = node.connect(0)
     window = client.window(1, CHUNK)
     only_from(node, 1)
@@ -70,7 +55,7 @@ def test_a_lost_region_is_closed_singly_and_its_quota_can_be_borrowed_again(make
 
 
 def test_a_lost_region_whose_run_never_ends_says_so_soon(node: Node) -> None:
-    never_clean(node)
+    node.never_clean()
     client = node.connect(0)
     window = client.window(1, CHUNK)
     only_from(node, 1)
@@ -90,7 +75,7 @@ def test_a_lost_region_whose_run_never_ends_says_so_soon(node: Node) -> None:
 
 def test_clients_without_bytes_on_a_lost_gpu_notice_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backing, "PATIENCE", 2.0)
-    never_clean(node)
+    node.never_clean()
     held, take = [], node.agent.backing.take
 
     def counted(chunks: Sequence[Chunk]) -> None:

@@ -11,30 +11,11 @@ from ema_agent.lease import State
 from ema_core.plan import Cause
 from ema_driver.sim import faults
 from nodes import KIB, MIB, TINY, Node, pattern, until
+from regions import right, stored
 
 CHUNK = 256 * KIB
 SIZE = 6 * MIB
 HOST = -1
-
-
-def stored(client: ema.Pool, *, droppable: bool = False) -> ema.Region:
-    region = client.region(SIZE, droppable=droppable)
-    region.store(pattern(7, SIZE), at=0)
-    return region
-
-
-def right(region: ema.Region) -> bool:
-    back = bytearray(region.size)
-    region.fetch(0, back)
-    return back == pattern(7, region.size)
-
-
-def never_clean(node: Node) -> None:
-    node.agent.cleaner._candidates = list  # type: ignore[method-assign]
-
-
-def all_clean(node: Node) -> None:
-    node.until(lambda a: all(c.state is State.CLEAN and not c.gate.dirty for c in a.ledger.chunks()))
 
 
 @pytest.fixture
@@ -51,8 +32,8 @@ def reclaim(node: Node, gpu: int = 1) -> None:
 
 
 def test_clean_chunks_whose_twins_are_mapped_late_are_right(tight: Node) -> None:
-    region = stored(tight.connect(0))
-    all_clean(tight)
+    region = stored(tight.connect(0), SIZE)
+    tight.all_clean()
     tight.observer.inject(faults.RefusedMapping(place=HOST, maps=30))
     reclaim(tight)
     assert right(region)
@@ -61,8 +42,8 @@ def test_clean_chunks_whose_twins_are_mapped_late_are_right(tight: Node) -> None
 
 @pytest.mark.parametrize("after", [0, 1])
 def test_dirty_chunks_that_are_mapped_late_are_right(tight: Node, after: int) -> None:
-    never_clean(tight)
-    region = stored(tight.connect(0))
+    tight.never_clean()
+    region = stored(tight.connect(0), SIZE)
     tight.observer.inject(faults.RefusedMapping(place=HOST, maps=30, after=after))
     reclaim(tight)
     assert right(region)
@@ -77,10 +58,10 @@ def test_chunks_that_cannot_be_mapped_are_lost_and_said_so_before_use(
     monkeypatch.setattr(moves, "LANDING", 0.1)
     client, other = tight.connect(0), tight.connect(0)
     if not clean:
-        never_clean(tight)
-    region = stored(client)
+        tight.never_clean()
+    region = stored(client, SIZE)
     if clean:
-        all_clean(tight)
+        tight.all_clean()
     # Of a dirty batch the copy's own mapping succeeds; it is the last one that must not fail unseen.
     tight.observer.inject(faults.RefusedMapping(place=HOST, after=0 if clean else 1))
     window = client.window(1, CHUNK)
@@ -94,12 +75,12 @@ def test_chunks_that_cannot_be_mapped_are_lost_and_said_so_before_use(
     tight.observer.clear(faults.RefusedMapping(place=HOST))
     region.close()
     tight.on_loop(lambda: tight.agent.drain(tight.gpus[1], undo=True))
-    assert right(stored(other)), "others go on"
-    assert right(stored(client)), "and so does the owner"
+    assert right(stored(other, SIZE)), "others go on"
+    assert right(stored(client, SIZE)), "and so does the owner"
 
 
 def test_dropped_chunks_wait_for_their_scratch_memory(tight: Node) -> None:
-    region = stored(tight.connect(0), droppable=True)
+    region = stored(tight.connect(0), SIZE, droppable=True)
     tight.observer.inject(faults.RefusedMapping(place=HOST, maps=30))
     tight.on_loop(lambda: tight.agent.losses._steward.moves.drop(list(tight.agent.ledger.chunks()), Cause.HEALTH, 0.0))
     until(lambda: region.gone() == list(range(SIZE // CHUNK)))
@@ -115,8 +96,8 @@ def test_a_client_that_dies_with_chunks_that_cannot_be_mapped_gives_everything_b
 ) -> None:
     monkeypatch.setattr(moves, "LANDING", 0.1)
     client = tight.connect(0)
-    stored(client)
-    all_clean(tight)
+    stored(client, SIZE)
+    tight.all_clean()
     tight.observer.inject(faults.RefusedMapping(place=HOST))
     tight.on_loop(lambda: tight.agent.drain(tight.gpus[1]))
     until(lambda: client._lost, saying="the owner was told")

@@ -10,7 +10,7 @@ import pytest
 
 import ema
 from ema_agent import moves
-from ema_agent.lease import Chunk, State
+from ema_agent.lease import Chunk
 from ema_agent.own_share import OwnShare
 from ema_core import wire
 from ema_core.ids import Place
@@ -21,13 +21,6 @@ from nodes import MIB, TINY, Borrower, Node, pattern, until
 
 SIZE = 12 * MIB
 """Borrowed from three neighbours."""
-
-
-def all_clean(node: Node) -> None:
-    node.until(
-        lambda a: all(c.state is State.CLEAN and not c.gate.dirty for c in a.ledger.chunks()),
-        saying="every chunk has a twin",
-    )
 
 
 def empty_a_lender(node: Node, gpu: int = 1) -> None:
@@ -60,10 +53,10 @@ def test_reclaimed_bytes_are_right_afterwards(node: Node, clean: bool) -> None:
     borrower = node.borrower(0)
     assert borrower.ask("region", SIZE) == 0
     if not clean:
-        node.agent.cleaner._candidates = list  # type: ignore[method-assign]
+        node.never_clean()
     borrower.ask("fill", 0, 1)
     if clean:
-        all_clean(node)
+        node.all_clean()
     empty_a_lender(node)
     assert borrower.ask("check", 0, 1) == []
     kinds = {r.clean for r in node.on_loop(lambda: list(node.agent.figures.recent))}
@@ -78,7 +71,7 @@ def test_a_lender_has_its_bytes_before_the_copies_in_host_memory_are_mapped(make
     data = pattern(1, 12 * MIB)
     region.store(data, at=0)
     assert node.lent(1) > 0
-    all_clean(node)
+    node.all_clean()
     goes_on, appear = threading.Event(), node.agent.backing.appear
 
     def wait(chunks: Sequence[Chunk]) -> DriverError | None:
@@ -123,7 +116,7 @@ def test_what_is_started_while_memory_is_swapped_starts_when_it_is_there(make_no
     region.store(data, at=0)
     window = client.window(4, MIB)
     program = client.program([region.step(window[i], 2 * i * MIB) for i in range(3)])
-    all_clean(node)
+    node.all_clean()
     streams = node.on_loop(lambda: LookingAtAddresses(node))
     goes_on, appear = threading.Event(), node.agent.backing.appear
 
@@ -161,7 +154,7 @@ def test_a_run_that_waits_for_memory_that_is_lost_is_refused(
     region.store(pattern(1, 12 * MIB), at=0)
     window = client.window(2, MIB)
     program = client.program([region.step(window[0], i * MIB) for i in range(12)])
-    all_clean(node)
+    node.all_clean()
     streams = node.on_loop(lambda: LookingAtAddresses(node))
     node.observer.inject(faults.RefusedMapping(place=-1))
     share.grow(14 * MIB)

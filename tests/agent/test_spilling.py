@@ -7,20 +7,9 @@ import pytest
 import ema
 from ema_core.ids import LeaseId
 from nodes import KIB, MIB, TINY, Node, pattern, pool, until
+from regions import right, stored
 
 CHUNK = 256 * KIB
-
-
-def stored(client: ema.Pool, size: int, *, droppable: bool = False) -> ema.Region:
-    region = client.region(size, droppable=droppable)
-    region.store(pattern(7, size), at=0)
-    return region
-
-
-def right(region: ema.Region) -> bool:
-    back = bytearray(region.size)
-    region.fetch(0, back)
-    return back == pattern(7, region.size)
 
 
 def test_first_to_a_peer_then_to_the_host(make_node: Callable[..., Node]) -> None:

@@ -10,7 +10,6 @@ import pytest
 import ema
 from ema_agent import cleaner
 from ema_agent.gates import Gates
-from ema_agent.lease import State
 from ema_core.ids import HOST
 from ema_driver.protocol import Copy
 from ema_driver.sim import faults
@@ -18,13 +17,6 @@ from ema_driver.sim.streams import SimStream
 from nodes import KIB, MIB, SMALL, Node, pattern, pool, until
 
 CHUNK = 256 * KIB
-
-
-def all_clean(node: Node) -> None:
-    node.until(
-        lambda a: all(c.state is State.CLEAN and not c.gate.dirty for c in a.ledger.chunks()),
-        saying="every chunk has a twin",
-    )
 
 
 def reclaimed(node: Node, gpu: int) -> None:
@@ -112,7 +104,7 @@ def test_a_twin_that_could_not_be_made_is_not_trusted(
     region = client.region(CHUNK)
     first, second = pattern(1, CHUNK), pattern(2, CHUNK)
     region.store(first, at=0)
-    all_clean(node)
+    node.all_clean()
     chunk = node.on_loop(lambda: next(iter(node.agent.ledger.chunks())))
     lender = node.gpus.index(chunk.place)  # type: ignore[arg-type]
     node.observer.inject(faults.HungLink(source=lender, target=-1))
@@ -140,7 +132,7 @@ def test_host_memory_that_is_spare_goes_back(make_node: Callable[..., Node]) -> 
     node = make_node(SMALL, pool(reclaim={"hostMemory": "16Mi"}))
     client = node.connect(0)
     region = client.region(40 * CHUNK)
-    all_clean(node)
+    node.all_clean()
     assert node.memory(-1).used >= 40 * CHUNK
     region.close()
     until(lambda: node.memory(-1).used <= 2 * MIB, within=3, saying="all but an eighth is given back")

@@ -6,7 +6,6 @@ import re
 import signal
 import stat
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,14 +18,11 @@ from typer.testing import CliRunner
 import ema
 from ema_cli.main import app
 from nodes import MIB, until
+from up import command, started
 
 ROOT = Path(__file__).parents[2]
 POOL = ROOT / "examples/pools/simulated.yaml"
 SIM = ROOT / "examples/sim.yaml"
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-c", "from ema_cli.main import run; run()", *arguments]
 
 
 def refused(*arguments: str) -> str:
@@ -41,18 +37,13 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60, env=environment, check=False)
 
 
-class Up:
-    """`ema up` on simulated GPUs."""
+class Node:
+    """`ema up` on the simulated GPUs of the examples, asked by the commands."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        self.folder = folder
-        environment = {**os.environ, "EMA_RUNTIME_DIR": str(folder), "PYTHONUNBUFFERED": "1"}
+        self.folder, self.log = folder, folder.parent / "up.log"
         words = command("up", "--pool", str(POOL), "--driver", "sim", "--sim", str(SIM), *arguments)
-        self.log = folder.parent / "up.log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        until(lambda: "Ready." in self.log.read_text() or self.process.poll() is not None, within=30)
-        assert self.process.poll() is None, self.log.read_text()
+        self.process = started(words, self.log, {"EMA_RUNTIME_DIR": str(folder)})
 
     def ask(self, *arguments: str) -> Any:  # noqa: ANN401 (JSON)
         done = run(self.folder, *arguments, "--json")
@@ -65,8 +56,8 @@ class Up:
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    node = Up(tmp_path_factory.mktemp("up") / "run", "--metrics", "127.0.0.1:0")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    node = Node(tmp_path_factory.mktemp("up") / "run", "--metrics", "127.0.0.1:0")
     try:
         yield node
     finally:
@@ -75,7 +66,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         assert left in ([], ["sim.sock"]), left  # the device process lingers for its last session
 
 
-def test_status_for_people_and_for_programs(up: Up) -> None:
+def test_status_for_people_and_for_programs(up: Node) -> None:
     answer = up.ask("status")
     assert answer["ready"] is True
     gpus = answer["gpus"]
@@ -86,7 +77,7 @@ def test_status_for_people_and_for_programs(up: Up) -> None:
     assert gpus[0]["id"][:12] in table
 
 
-def test_leases_show_where_the_bytes_are_and_drain_moves_them(up: Up) -> None:
+def test_leases_show_where_the_bytes_are_and_drain_moves_them(up: Node) -> None:
     with ema.connect(str(up.folder / "client.sock"), gpu=0, name="job") as pool:
         region = pool.region(120 * MIB)
         region.store(b"kept" * 1024, at=0)
@@ -105,7 +96,7 @@ def test_leases_show_where_the_bytes_are_and_drain_moves_them(up: Up) -> None:
         assert "lends again" in run(up.folder, "drain", "1", "--undo").stdout
 
 
-def test_pages(up: Up) -> None:
+def test_pages(up: Node) -> None:
     found = re.search(r"http://(\S+)/metrics", up.log.read_text())
     assert found is not None
     base = f"http://{found[1]}"
@@ -121,27 +112,27 @@ def test_pages(up: Up) -> None:
     missing.value.close()
 
 
-def test_a_second_agent_in_the_same_folder_is_refused(up: Up) -> None:
+def test_a_second_agent_in_the_same_folder_is_refused(up: Node) -> None:
     done = run(up.folder, "up", "--pool", str(POOL), "--driver", "sim", "--sim", str(SIM), "--metrics", "off")
     assert done.returncode == 1
     assert "an agent runs in" in done.stderr
     assert up.ask("status")["ready"] is True
 
 
-def test_only_the_owner_may_connect_unless_told_otherwise(up: Up) -> None:
+def test_only_the_owner_may_connect_unless_told_otherwise(up: Node) -> None:
     assert stat.S_IMODE((up.folder / "client.sock").stat().st_mode) == 0o600
     assert stat.S_IMODE((up.folder / "admin.sock").stat().st_mode) == 0o600
 
 
 def test_an_agent_that_was_killed_leaves_nothing_in_the_way(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    first = Up(folder, "--metrics", "off")
+    first = Node(folder, "--metrics", "off")
     pool = ema.connect(str(folder / "client.sock"), gpu=0)
     region = pool.region(64 * MIB)
     first.end(signal.SIGKILL)
     with pytest.raises(ema.AgentLost):
         until(lambda: region.fetch(0, bytearray(8)) is None)
-    second = Up(folder, "--metrics", "off")
+    second = Node(folder, "--metrics", "off")
     until(lambda: pool.alive)
     with pytest.raises(ema.AgentLost, match="make it again"):
         region.fetch(0, bytearray(8))
@@ -168,7 +159,7 @@ def test_the_version_is_told(tmp_path: Path) -> None:
     assert re.fullmatch(r"ema \d+\.\d+\.\d+\n", run(tmp_path, "--version").stdout)
 
 
-def test_leases_fit_eighty_columns(up: Up) -> None:
+def test_leases_fit_eighty_columns(up: Node) -> None:
     with ema.connect(str(up.folder / "client.sock"), gpu=0, name="pid-1234567") as pool:
         pool.region(64 * MIB)
         lines = run(up.folder, "leases").stdout.splitlines()
@@ -243,7 +234,7 @@ def test_a_chunk_that_does_not_fit_the_devices_is_refused(tmp_path: Path) -> Non
     assert "spec.chunkSize: got 65536; expected a multiple of 2097152 bytes" in done.stderr
 
 
-def test_a_gpu_that_is_not_there_cannot_be_drained(up: Up) -> None:
+def test_a_gpu_that_is_not_there_cannot_be_drained(up: Node) -> None:
     done = run(up.folder, "drain", "9")
     assert done.returncode == 2
     assert "gpu: got '9'; expected one of 0, 1, 2, 3 or a UUID" in done.stderr

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import ema
+from up import EMA
 
 POOL = """
 apiVersion: ema.dev/v1alpha1
@@ -38,7 +39,6 @@ with ema.connect() as pool:
     print(found.decode())
     sys.stdin.read()
 """
-EMA = "from ema_cli.main import run; run()"
 
 
 OURS = [p for p in sys.path if p and not Path(p).is_relative_to(sys.base_prefix)]

@@ -1,8 +1,5 @@
 """Agents that are killed, GPUs that are lost: what was lost is said before it can be used."""
 
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,64 +7,39 @@ import pytest
 import ema
 from ema_driver.sim.faults import LostGpu
 from nodes import node, pattern, pool, sim, until
-
-POOL = """
-apiVersion: ema.dev/v1alpha1
-kind: MemoryPool
-metadata: {name: test}
-spec:
-  chunkSize: 64Ki
-  lending: {maxPerGPU: 90%, headroom: 64Ki, hysteresis: "0"}
-  reclaim: {hostMemory: 64Mi, minHold: 0s}
-"""
-SIM = "gpus: [{count: 3, memory: 16Mi}]\nhostMemory: 128Mi\ngranularity: 4Ki\nlinkDelays: false\nlinger: 20s\n"
-
-
-def ema_up(folder: Path) -> subprocess.Popen[bytes]:
-    files = ["--sim", str(folder / "sim.yaml"), "--pool", str(folder / "pool.yaml"), "--folder", str(folder)]
-    code = "from ema_cli.main import run; run()"
-    command = [sys.executable, "-c", code, "up", "--driver", "sim", "--metrics", "off", *files]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+from up import Up
 
 
 def test_an_agent_killed_with_9_and_started_again(tmp_path: Path) -> None:
-    (tmp_path / "pool.yaml").write_text(POOL)
-    (tmp_path / "sim.yaml").write_text(SIM)
-    agent = ema_up(tmp_path)
-    try:
-        with ema.connect(tmp_path / "client.sock", gpu=0, timeout=30.0) as client:
-            region, window = client.region(2 * client.chunk), client.window(1, 4096)
-            share = client.share(client.chunk)
-            share.grow(client.chunk)
-            share.page(0)[:4] = b"mine"
-            program = client.program([region.step(window[0])])
+    with Up(tmp_path) as agent, ema.connect(agent.socket, gpu=0) as client:
+        region, window = client.region(2 * client.chunk), client.window(1, 4096)
+        share = client.share(client.chunk)
+        share.grow(client.chunk)
+        share.page(0)[:4] = b"mine"
+        program = client.program([region.step(window[0])])
+        program.start()
+        window[0].wait(10.0)
+        agent.kill()
+        with pytest.raises(ema.AgentLost):
+            window[0].wait_empty()
+        with pytest.raises(ema.AgentLost):
+            region.store(b"x", at=0)
+        agent.start()
+        until(lambda: client.session == 2, within=30, saying="connected to the new agent")
+        with pytest.raises(ema.AgentLost):
             program.start()
-            window[0].wait(10.0)
-            agent.send_signal(signal.SIGKILL)
-            agent.wait(10)
-            with pytest.raises(ema.AgentLost):
-                window[0].wait_empty()
-            with pytest.raises(ema.AgentLost):
-                region.store(b"x", at=0)
-            agent = ema_up(tmp_path)
-            until(lambda: client.session == 2, within=30, saying="connected to the new agent")
-            with pytest.raises(ema.AgentLost):
-                program.start()
-            again = client.region(2 * client.chunk, timeout=10.0)
-            again.store(pattern(1, 4096), at=7)
-            again.fetch(7, into=window[0])
-            assert bytes(window[0].wait(10.0) or b"") == pattern(1, 4096)
-            assert bytes(share.page(0)[:4]) == b"mine"
-    finally:
-        agent.terminate()
-        agent.wait(20)
+        again = client.region(2 * client.chunk, timeout=10.0)
+        again.store(pattern(1, 4096), at=7)
+        again.fetch(7, into=window[0])
+        assert bytes(window[0].wait(10.0) or b"") == pattern(1, 4096)
+        assert bytes(share.page(0)[:4]) == b"mine"
 
 
 def test_a_lost_gpu_costs_its_regions_and_no_others(tmp_path_factory: pytest.TempPathFactory) -> None:
     config = sim(link_delays=False, granularity=4096)
     with node(tmp_path_factory.mktemp("n"), config, pool(chunk="64Ki")) as it:
         client = it.connect(0)
-        it.on_loop(lambda: setattr(it.agent.cleaner, "_candidates", list))  # no copy in host memory saves them
+        it.never_clean()
         regions = [client.region(client.chunk) for _ in range(6)]
         for number, region in enumerate(regions):
             region.store(pattern(number, client.chunk), at=0)

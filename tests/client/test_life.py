@@ -86,7 +86,7 @@ def test_closing_the_pool_ends_waits(shared_node: Node) -> None:
     threads = [threading.Thread(target=wait) for _ in range(3)]
     for t in threads:
         t.start()
-    until(lambda: client._waiters == 3)
+    until(lambda: client.measures._waiters == 3)
     client.close()
     for t in threads:
         t.join(5)

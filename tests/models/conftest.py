@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 import ema
-from ema_driver import open_node
-from ema_driver.errors import DriverUnavailable
 from ema_driver.protocol import MemoryDriver, StreamOrdered
 from ema_driver.sim import GpuGroup
 from nodes import MIB, Node, node, pool, sim
-from real import agent
+from real import agent, gpus
 
 SLACK = 64 * MIB
 """Bytes that CUDA takes and keeps for itself between two looks, at most: kernels are loaded as they are first used."""
@@ -31,11 +29,7 @@ def torch_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 @pytest.fixture(scope="module")
 def real_gpu() -> Iterator[MemoryDriver]:
     """A session with the real GPUs."""
-    try:
-        driver = open_node("cuda", "")
-    except DriverUnavailable:
-        pytest.skip("no GPU")
-    with driver:
+    with gpus() as driver:
         yield driver
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import signal
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ema
 from client.test_droppable import squeeze
-from client.test_failures import POOL, SIM, ema_up
 from ema.region import Region
 from ema.torch.memory import device_of
 from ema.transformers import ElasticCache, PrefixStore
@@ -29,9 +27,10 @@ from ema.transformers.shelves import shelf_bytes
 from ema_agent.lease import Chunk, State
 from ema_core.plan import Cause
 from ema_driver.sim.faults import LostGpu
-from models.test_cache import CACHE, CONFIGS, PER_TOKEN, SIZES, equal, go_on, model_of, prompt_of, same, tensors
-from models.test_stream_failures import interrupt, lines_of
+from models.caches import CACHE, CONFIGS, PER_TOKEN, SIZES, equal, go_on, model_of, prompt_of, same, tensors
+from models.interrupts import interrupt, lines_of
 from nodes import Node, node, pool, sim, until
+from up import Up
 
 torch.set_num_threads(1)
 BLOCK = 4
@@ -338,30 +337,22 @@ def test_a_full_pool_lets_older_ones_go(tmp_path_factory: pytest.TempPathFactory
 
 
 def test_a_killed_agent(tmp_path: Path) -> None:
-    (tmp_path / "pool.yaml").write_text(POOL)
-    (tmp_path / "sim.yaml").write_text(SIM)
-    agent = ema_up(tmp_path)
-    try:
-        with ema.connect(tmp_path / "client.sock", gpu=0, timeout=30.0) as client:
-            tokens, cache = ids(9), states(client, 9)
-            store = PrefixStore(CONFIG, client, block=BLOCK)
-            assert store.keep(tokens, cache) == 8
-            agent.send_signal(signal.SIGKILL)
-            agent.wait(10)
-            for _ in range(2):
-                assert store.resume(tokens).get_seq_length() == 0
-                assert store.keep(tokens, cache) == 0
-            assert (store.report().blocks, store.report().nbytes, store.report().reclaimed) == (0, 0, 2)
-            agent = ema_up(tmp_path)
-            until(lambda: client.session == 2, within=30, saying="connected to the new agent")
+    with Up(tmp_path) as agent, ema.connect(agent.socket, gpu=0) as client:
+        tokens, cache = ids(9), states(client, 9)
+        store = PrefixStore(CONFIG, client, block=BLOCK)
+        assert store.keep(tokens, cache) == 8
+        agent.kill()
+        for _ in range(2):
             assert store.resume(tokens).get_seq_length() == 0
-            until(lambda: store.keep(tokens, cache) == 8, saying="there is memory to be had")
-            begins(store.resume(tokens), cache, 8)
-            store.close()
-            store.close()
-    finally:
-        agent.terminate()
-        agent.wait(20)
+            assert store.keep(tokens, cache) == 0
+        assert (store.report().blocks, store.report().nbytes, store.report().reclaimed) == (0, 0, 2)
+        agent.start()
+        until(lambda: client.session == 2, within=30, saying="connected to the new agent")
+        assert store.resume(tokens).get_seq_length() == 0
+        until(lambda: store.keep(tokens, cache) == 8, saying="there is memory to be had")
+        begins(store.resume(tokens), cache, 8)
+        store.close()
+        store.close()
 
 
 def test_an_agent_that_came_back_unseen(tmp_path_factory: pytest.TempPathFactory) -> None:

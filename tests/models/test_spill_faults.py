@@ -1,9 +1,6 @@
 """What becomes of a training step whose agent or lender goes: a typed error before gradients are used, then local."""
 
 import ctypes
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -24,19 +21,10 @@ from ema_driver.protocol import Words
 from ema_driver.sim import SimDriver
 from ema_driver.sim.faults import LostGpu
 from nodes import MIB, node, pool, sim, until
+from up import Up
 
 torch.set_num_threads(1)
 STREAM = 7
-POOL = """
-apiVersion: ema.dev/v1alpha1
-kind: MemoryPool
-metadata: {name: test}
-spec:
-  chunkSize: 64Ki
-  lending: {maxPerGPU: 90%, headroom: 64Ki, hysteresis: "0"}
-  reclaim: {hostMemory: 64Mi, minHold: 0s}
-"""
-SIM = "gpus: [{count: 3, memory: 16Mi}]\nhostMemory: 128Mi\ngranularity: 4Ki\nlinkDelays: false\nlinger: 20s\n"
 
 
 class Trained:
@@ -75,55 +63,38 @@ def stored(spill: Spill) -> bool:
     return rings is not None and not any(slot.full for slot in rings._windows[0].slots)
 
 
-def ema_up(folder: Path) -> subprocess.Popen[bytes]:
-    files = ["--sim", str(folder / "sim.yaml"), "--pool", str(folder / "pool.yaml"), "--folder", str(folder)]
-    code = "from ema_cli.main import run; run()"
-    command = [sys.executable, "-c", code, "up", "--driver", "sim", "--metrics", "off", *files]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
-
-
 @pytest.mark.parametrize(
     ("when", "in_place"),
     [(0, True), (5, True), (15, True), (-1, True), (-2, True), (-1, False), (-2, False)],
     ids=["before all", "early", "late", "turn", "in backward", "turn, copies", "in backward, copies"],
 )
 def test_an_agent_that_is_killed(tmp_path: Path, when: int, in_place: bool) -> None:
-    (tmp_path / "pool.yaml").write_text(POOL)
-    (tmp_path / "sim.yaml").write_text(SIM)
-    agent = ema_up(tmp_path)
-    try:
-        with ema.connect(tmp_path / "client.sock", gpu=0, timeout=30.0) as client:
-            trained = Trained()
-            with closing(
-                spill_activations(client, fraction=1.0, min_bytes=16 << 10, slots=2, in_place=in_place)
-            ) as spill:
-                wanted = trained.step(spill)
-                for _ in range(2):
-                    assert all(map(torch.equal, trained.step(spill), wanted))
-                assert spill.report.spilled_bytes > 0
-
-                def kill(number: int) -> None:
-                    if number == when:
-                        agent.send_signal(signal.SIGKILL)
-                        agent.wait(10)
-                        until(lambda: not client.alive)
-
-                if when == 0:  # nothing has left yet
-                    assert all(map(torch.equal, trained.step(spill, kill), wanted))
-                else:
-                    with pytest.raises(ema.AgentLost):
-                        trained.step(spill, kill)
+    with Up(tmp_path) as agent, ema.connect(agent.socket, gpu=0) as client:
+        trained = Trained()
+        with closing(spill_activations(client, fraction=1.0, min_bytes=16 << 10, slots=2, in_place=in_place)) as spill:
+            wanted = trained.step(spill)
+            for _ in range(2):
                 assert all(map(torch.equal, trained.step(spill), wanted))
-                assert spill.report.spilled_bytes == 0
-                agent = ema_up(tmp_path)
-                until(lambda: client.alive, within=30, saying="connected to the new agent")
-                for _ in range(2):
-                    assert all(map(torch.equal, trained.step(spill), wanted))
-                assert spill.report.spilled_bytes > 0
-                assert spill.report.learnt == 1
-    finally:
-        agent.terminate()
-        agent.wait(20)
+            assert spill.report.spilled_bytes > 0
+
+            def kill(number: int) -> None:
+                if number == when:
+                    agent.kill()
+                    until(lambda: not client.alive)
+
+            if when == 0:  # nothing has left yet
+                assert all(map(torch.equal, trained.step(spill, kill), wanted))
+            else:
+                with pytest.raises(ema.AgentLost):
+                    trained.step(spill, kill)
+            assert all(map(torch.equal, trained.step(spill), wanted))
+            assert spill.report.spilled_bytes == 0
+            agent.start()
+            until(lambda: client.alive, within=30, saying="connected to the new agent")
+            for _ in range(2):
+                assert all(map(torch.equal, trained.step(spill), wanted))
+            assert spill.report.spilled_bytes > 0
+            assert spill.report.learnt == 1
 
 
 @pytest.fixture
@@ -156,48 +127,38 @@ def streams(forget_kinds: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noq
 def test_a_stream_whose_agent_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: bool, ahead: bool
 ) -> None:
-    (tmp_path / "pool.yaml").write_text(POOL)
-    (tmp_path / "sim.yaml").write_text(SIM)
-    agent = ema_up(tmp_path)
-    try:
-        with ema.connect(tmp_path / "client.sock", gpu=0, timeout=30.0) as client:
-            trained = Trained()
-            with closing(
-                spill_activations(client, fraction=1.0, min_bytes=16 << 10, slots=2, in_place=in_place)
-            ) as spill:
-                wanted = trained.step(spill)
-                for _ in range(4):
-                    assert all(map(torch.equal, trained.step(spill), wanted))
-                assert spill.report.spilled_bytes > 0
-
-                def kill(number: int) -> None:
-                    if number == -2:
-                        agent.send_signal(signal.SIGKILL)
-                        agent.wait(10)
-                        until(lambda: not client.alive)
-
-                if ahead:
-                    with monkeypatch.context() as patch:
-                        patch.setattr(Rings, "lost", None)
-                        found = trained.step(spill, kill)
-                    assert all(map(torch.equal, found[-6:], wanted[-6:])), "what came before"
-                    assert all(bool(g.isnan().any()) for g in found[:2]), "what came after"
-                    with pytest.raises(ema.AgentLost), spill:
-                        raise AssertionError("nothing was run")
-                else:
-                    with pytest.raises(ema.AgentLost):
-                        trained.step(spill, kill)
+    with Up(tmp_path) as agent, ema.connect(agent.socket, gpu=0) as client:
+        trained = Trained()
+        with closing(spill_activations(client, fraction=1.0, min_bytes=16 << 10, slots=2, in_place=in_place)) as spill:
+            wanted = trained.step(spill)
+            for _ in range(4):
                 assert all(map(torch.equal, trained.step(spill), wanted))
-                assert spill.report.spilled_bytes == 0
-    finally:
-        agent.terminate()
-        agent.wait(20)
+            assert spill.report.spilled_bytes > 0
+
+            def kill(number: int) -> None:
+                if number == -2:
+                    agent.kill()
+                    until(lambda: not client.alive)
+
+            if ahead:
+                with monkeypatch.context() as patch:
+                    patch.setattr(Rings, "lost", None)
+                    found = trained.step(spill, kill)
+                assert all(map(torch.equal, found[-6:], wanted[-6:])), "what came before"
+                assert all(bool(g.isnan().any()) for g in found[:2]), "what came after"
+                with pytest.raises(ema.AgentLost), spill:
+                    raise AssertionError("nothing was run")
+            else:
+                with pytest.raises(ema.AgentLost):
+                    trained.step(spill, kill)
+            assert all(map(torch.equal, trained.step(spill), wanted))
+            assert spill.report.spilled_bytes == 0
 
 
 def test_a_lender_that_is_lost_with_the_only_copy(tmp_path: Path) -> None:
     config = sim(link_delays=False, granularity=4096)
     with node(tmp_path, config, pool(chunk="64Ki")) as it:
-        it.on_loop(lambda: setattr(it.agent.cleaner, "_candidates", list))  # no copy in host memory saves them
+        it.never_clean()
         client, trained = it.connect(0), Trained()
         with closing(spill_activations(client, fraction=1.0, min_bytes=16 << 10, slots=2, timeout=15.0)) as spill:
             wanted = trained.step(spill)

@@ -2,15 +2,10 @@
 
 import ctypes
 import gc
-import linecache
 import random
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -20,7 +15,6 @@ from torch import nn
 
 import ema
 import ema.torch
-from client.test_failures import POOL, SIM, ema_up
 from ema.torch.cut import Cut
 from ema.torch.poison import Poison
 from ema.torch.watch import Watch
@@ -28,8 +22,10 @@ from ema_core import wire
 from ema_driver.protocol import Words
 from ema_driver.sim import SimDriver
 from ema_driver.sim.faults import LostGpu
+from models.interrupts import interrupt, lines_of
 from models.streaming import batch, same, stack, state
 from nodes import Node, node, pool, sim, until
+from up import Up
 
 
 def untouched(model: nn.Module, parameters: list[nn.Parameter]) -> None:
@@ -106,40 +102,6 @@ def test_too_little_memory_for_another_cut(client: ema.Pool, monkeypatch: pytest
     same(model.state_dict(), before)
 
 
-@contextmanager
-def interrupt(after: int) -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt after so many lines of the client library have run on this thread."""
-    lines = [0]
-
-    def line(frame: FrameType, event: str, _: object) -> Any:  # noqa: ANN401 - as `settrace` has it
-        # At the ends of a `with` and where a `try` begins, lines are traced but no signal is ever handled.
-        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event != "line" or source.lstrip().startswith(("with ", "try:")):
-            return line
-        lines[0] += 1
-        if lines[0] == after:
-            sys.settrace(None)
-            lines[0] += 1
-            raise KeyboardInterrupt
-        return line
-
-    def call(frame: FrameType, _event: str, _: object) -> Any:  # noqa: ANN401
-        return line if "/client/ema/" in frame.f_code.co_filename else None
-
-    before = sys.gettrace()
-    sys.settrace(call)
-    try:
-        yield lines
-    finally:
-        sys.settrace(before)
-
-
-def lines_of(action: Callable[[], object]) -> int:
-    with interrupt(-1) as lines:
-        action()
-    return lines[0]
-
-
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # just made when interrupted: collected later
 @pytest.mark.parametrize("what", ["stream", "forward", "unstream", "cut", "read"])
 @torch.no_grad()
@@ -193,29 +155,21 @@ def refused(model: nn.Module, x: torch.Tensor, *errors: type[ema.EmaError]) -> N
 
 @torch.no_grad()
 def test_an_agent_that_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "pool.yaml").write_text(POOL)
-    (tmp_path / "sim.yaml").write_text(SIM)
-    agent = ema_up(tmp_path)
-    try:
-        with ema.connect(tmp_path / "client.sock", gpu=0, timeout=30.0) as client:
-            model = stack(client)
-            x = batch(client)
-            wanted = model(x)
-            ema.torch.stream(model, client, resident=0.5)
-            assert torch.equal(model(x), wanted)
-            agent.send_signal(signal.SIGKILL)
-            agent.wait(10)
-            refused(model, x, ema.AgentLost)
-            agent = ema_up(tmp_path)
-            until(lambda: client.session == 2, within=30, saying="connected to the new agent")
-            refused(model, x, ema.AgentLost)
-            again = stack(client)
-            ema.torch.stream(again, client, resident=0.5)
-            assert torch.equal(again(x), wanted)
-            ema.torch.unstream(again)
-    finally:
-        agent.terminate()
-        agent.wait(20)
+    with Up(tmp_path) as agent, ema.connect(agent.socket, gpu=0) as client:
+        model = stack(client)
+        x = batch(client)
+        wanted = model(x)
+        ema.torch.stream(model, client, resident=0.5)
+        assert torch.equal(model(x), wanted)
+        agent.kill()
+        refused(model, x, ema.AgentLost)
+        agent.start()
+        until(lambda: client.session == 2, within=30, saying="connected to the new agent")
+        refused(model, x, ema.AgentLost)
+        again = stack(client)
+        ema.torch.stream(again, client, resident=0.5)
+        assert torch.equal(again(x), wanted)
+        ema.torch.unstream(again)
 
 
 @pytest.fixture
@@ -242,37 +196,29 @@ def streams(forget_kinds: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noq
 @pytest.mark.usefixtures("streams")
 @torch.no_grad()
 def test_streams_that_wait_for_a_killed_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pool.yaml").write_text(POOL)
-    (tmp_path / "sim.yaml").write_text(SIM)
-    agent = ema_up(tmp_path)
-    try:
-        with ema.connect(tmp_path / "client.sock", gpu=0, timeout=30.0) as client:
-            model = stack(client)
-            x = batch(client)
-            wanted = model(x)
-            ema.torch.stream(model, client, resident=0.0)
-            for _ in range(3):
-                assert torch.equal(model(x), wanted)
-            feed = model.__dict__["_ema_streamed"].cuts[0].feed
+    with Up(tmp_path) as agent, ema.connect(agent.socket, gpu=0) as client:
+        model = stack(client)
+        x = batch(client)
+        wanted = model(x)
+        ema.torch.stream(model, client, resident=0.0)
+        for _ in range(3):
+            assert torch.equal(model(x), wanted)
+        feed = model.__dict__["_ema_streamed"].cuts[0].feed
 
-            def kill(*_: object) -> None:
-                agent.send_signal(signal.SIGKILL)
-                agent.wait(10)
+        def kill(*_: object) -> None:
+            agent.kill()
 
-            with monkeypatch.context() as patch:
-                # As if the host were ahead of the GPU: it looked at everything before the agent went.
-                patch.setattr(feed, "_check", lambda: None)
-                patch.setattr(feed, "_ahead", 0)  # nor has it a run to start later
-                hook = model[1].register_forward_hook(kill)
-                found = model(x)
-                hook.remove()
-            assert bool(found.isnan().all())
-            refused(model, x, ema.AgentLost)
-            del model, feed
-            gc.collect()
-    finally:
-        agent.terminate()
-        agent.wait(20)
+        with monkeypatch.context() as patch:
+            # As if the host were ahead of the GPU: it looked at everything before the agent went.
+            patch.setattr(feed, "_check", lambda: None)
+            patch.setattr(feed, "_ahead", 0)  # nor has it a run to start later
+            hook = model[1].register_forward_hook(kill)
+            found = model(x)
+            hook.remove()
+        assert bool(found.isnan().all())
+        refused(model, x, ema.AgentLost)
+        del model, feed
+        gc.collect()
 
 
 @pytest.mark.slow
@@ -288,7 +234,7 @@ def test_a_lost_gpu(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def lose_a_gpu(it: Node) -> None:
     client = it.connect(0)
-    it.on_loop(lambda: setattr(it.agent.cleaner, "_candidates", list))  # no copy in host memory saves them
+    it.never_clean()
     model = stack(client)
     x = batch(client)
     ema.torch.stream(model, client, resident=0.0)

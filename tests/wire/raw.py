@@ -4,7 +4,6 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self, TypeVar
 
 import msgspec
@@ -125,9 +124,7 @@ class Raw:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -80,7 +80,7 @@ class Borrowed:
         """Pieces on their way."""
         return len(self._coming)
 
-    # --- room --------------------------------------------------------------------------------------------------------
+    # --- room ---
 
     @property
     def held(self) -> int:
@@ -119,7 +119,7 @@ class Borrowed:
         while self._cooling and self._cooling[0][0] <= self._came:
             self.arena.give(self._cooling.popleft()[1])
 
-    # --- copies ------------------------------------------------------------------------------------------------------
+    # --- copies ---
 
     def store(self, kept: Kept, last: int) -> None:
         """Store a request's bytes up to `last`. They may be on their way when this returns."""

@@ -7,16 +7,16 @@ from typing import Annotated, Final
 import typer
 
 from ema_cli.demo.figures import Findings, as_object, picture, table
-from ema_cli.demo.layout import Layout, Wish, lay_out
+from ema_cli.demo.layout import Layout, lay_out, pool_over
 from ema_cli.demo.scale import Scale
 from ema_cli.demo.server import DemoFailed
 from ema_cli.demo.stop import stoppable
 from ema_cli.demo.trial import Kind, Trial, run
 from ema_cli.demo.view import View, view
 from ema_cli.out import FAILED, as_json, bad_input, errors, fail, screen
+from ema_cli.serving.options import active_of, rate_of, requests_of, within
 from ema_cli.serving.presets import find_gpu, find_model
-from ema_cli.serving.replay import RUNS, replay
-from ema_cli.serving.trace import Request, read_trace
+from ema_cli.serving.replay import RUNS, Setup, replay
 from ema_core.errors import InvalidInput
 from ema_core.quantity import parse_duration, parse_quantity
 
@@ -50,22 +50,22 @@ def demo(  # noqa: PLR0917 (typer takes options as parameters)
 ) -> None:
     """Serve a real trace on simulated GPUs: static partition, borrowing, twice the memory."""
     with bad_input():
-        layout = lay_out(
-            Wish(
-                requests=_requests(trace),
-                model=find_model(model),
-                gpu=replace(find_gpu(gpu), memory=parse_quantity(memory, "--memory")),
-                link=link,
-                gpus=gpus,
-                active=_active(active, gpus),
-                cycles=cycles,
-                rate=_within("--rate", rate, 1e6) if rate is not None else None,
-                patience=parse_duration(patience, "--patience"),
-                seed=_seed(seed),
-                duration=_within("--duration", parse_duration(duration, "--duration"), 3600),
-                scale=Scale(_whole_scale(scale), _within("--speed", speed, 1000)),
-            )
+        scaled = Scale(_whole_scale(scale), within("--speed", speed, 1000))
+        served = replace(find_gpu(gpu), memory=parse_quantity(memory, "--memory"))
+        asked = Setup(
+            requests=requests_of("--trace", trace or own_trace()),
+            pool=pool_over(gpus, served.memory, scaled),
+            model=find_model(model),
+            gpu=served,
+            link=link,
+            gpus=gpus,
+            active=active_of(active, gpus),
+            cycles=cycles,
+            rate=rate_of(rate),
+            patience=parse_duration(patience, "--patience"),
+            seed=_seed(seed),
         )
+        layout = lay_out(asked, within("--duration", parse_duration(duration, "--duration"), 3600), scaled)
         replayed = replay(layout.setup)
         _writable(svg)
     if not json_:
@@ -122,32 +122,10 @@ def _introduce(layout: Layout) -> None:
         screen.print(f"Runs of less than {SHORT} s see few requests: do not compare them.", highlight=False)
 
 
-def _requests(trace: Path | None) -> list[Request]:
-    path = trace or own_trace()
-    try:
-        return list(read_trace(path))
-    except OSError as error:
-        raise InvalidInput.of("--trace", str(path), f"a readable file ({error.strerror})") from error
-
-
 def own_trace() -> Path:
     """Ten minutes of Azure's trace, as installed or in the repository."""
     packaged = Path(__file__).parents[1] / "traces" / TRACE
     return packaged if packaged.exists() else Path(__file__).parents[3] / "examples" / "traces" / TRACE
-
-
-def _active(active: int | None, gpus: int) -> int:
-    if active is None:
-        return max(1, gpus // 4)
-    if active > gpus:
-        raise InvalidInput.of("--active", active, f"at most {gpus}, the number of GPUs")
-    return active
-
-
-def _within(field: str, value: float, most: float) -> float:
-    if not 0 < value <= most:
-        raise InvalidInput.of(field, value, f"a number above 0, at most {most:g}")
-    return value
 
 
 def _seed(seed: int) -> int:

@@ -8,8 +8,8 @@ from rich.table import Table
 
 from ema_cli.demo.layout import Layout
 from ema_cli.demo.trial import Glance, Trial
-from ema_cli.picture import Layer, Panel, Picture, svg
-from ema_cli.replay_report import quantile
+from ema_cli.picture import Panel, Picture, svg
+from ema_cli.serving.figures import LAYERS, floor_of, quantile, served_figures
 from ema_cli.serving.replay import MOST_SERVED_BY_STATIC, NEAR_PREDICTION, RUNS, Report, bursts
 
 AGREE: Final = 0.05
@@ -98,18 +98,9 @@ def as_object(findings: Findings) -> dict[str, Any]:
 def _run(findings: Findings, trial: Trial, replayed: int, predicted: int) -> dict[str, Any]:
     outcome, scale = trial.outcome, findings.layout.scale
     return {
-        "offered": outcome.offered,
-        "served": outcome.served,
+        **served_figures(outcome),
         "replay_served": replayed,
         "predicted_served": predicted,
-        "gave_up": outcome.gave_up,
-        "unfinished": outcome.unfinished,
-        "wait_p50_seconds": quantile(outcome.waits, 0.5),
-        "wait_p99_seconds": quantile(outcome.waits, 0.99),
-        "latency_p50_seconds": quantile(outcome.latencies, 0.5),
-        "latency_p99_seconds": quantile(outcome.latencies, 0.99),
-        "tokens_per_second": outcome.tokens / outcome.duration,
-        "preemptions": outcome.preemptions,
         "fetched_bytes": scale.shown(trial.fetched),
         "fetched_bytes_real": trial.fetched,
         "stored_bytes": scale.shown(trial.stored),
@@ -183,15 +174,10 @@ def picture(findings: Findings) -> str:
             f"{scale.size}, 1 s for {scale.speed:g}; axes begin inside the weights",
             columns=[f"{t.kind.name}: {t.outcome.served} of {t.outcome.offered} served" for t in findings.trials],
             rows=[f"GPU {index}" for index in range(setup.gpus)],
-            layers=(
-                Layer("own weights", "#9aa5b1"),
-                Layer("own keys and values", "#2f6fb3"),
-                Layer("lent to others", "#e2a13b"),
-                Layer("borrowed (elsewhere)", "#58a55c"),
-            ),
+            layers=LAYERS,
             panels=rows,
             duration=layout.duration,
-            floor=max(0, weights - (setup.gpu.memory - weights) // 4),
+            floor=floor_of(weights, setup.gpu.memory),
             top=max(sum(value) for row in rows for value in row[1].values) + (setup.gpu.memory - weights) // 8,
         )
     )

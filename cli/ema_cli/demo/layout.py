@@ -8,8 +8,8 @@ from ema_cli.demo.messages import Job
 from ema_cli.demo.scale import Scale
 from ema_cli.demo.serve import WINDOWS
 from ema_cli.serving.prediction import Workload, alone, predict
-from ema_cli.serving.presets import GpuSpec, Model, kv_share
-from ema_cli.serving.replay import LOADS, Setup, deal
+from ema_cli.serving.presets import kv_share
+from ema_cli.serving.replay import Setup, deal, rates
 from ema_cli.serving.trace import Request
 from ema_core.api import MemoryPool, load_pools
 from ema_core.errors import InvalidInput
@@ -24,26 +24,6 @@ STATIC: Final = 0.78
 """The default load is the first for which the bound predicts that a static partition serves no larger part."""
 SHORTEST: Final = 0.9
 """Part of the duration that the trace must fill."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What was asked for."""
-
-    requests: Sequence[Request]
-    model: Model
-    gpu: GpuSpec
-    link: str
-    gpus: int
-    active: int
-    cycles: int | None
-    rate: float | None
-    patience: float
-    """Seconds of the run."""
-    seed: int
-    duration: float
-    """Real seconds of each run."""
-    scale: Scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,59 +93,46 @@ class Layout:
         ]
 
 
-def lay_out(wish: Wish) -> Layout:
-    """Sizes, load and excerpt. Raises InvalidInput for what cannot be run."""
-    chunk = wish.scale.shown(CHUNK)
-    model = replace(wish.model, weights=-(-wish.model.weights // chunk) * chunk)
-    share = kv_share(model, wish.gpu) // chunk * chunk
+def pool_over(gpus: int, memory: int, scale: Scale) -> MemoryPool:
+    """The pool over so many GPUs with so many bytes each."""
+    return load_pools([_pool(scale.shown(CHUNK), gpus * memory, HOLD, lends=True)])[0]
+
+
+def lay_out(asked: Setup, seconds: float, scale: Scale) -> Layout:
+    """Sizes, load and excerpt for runs of so many real seconds. Raises InvalidInput for what cannot be run."""
+    chunk = scale.shown(CHUNK)
+    model = replace(asked.model, weights=-(-asked.model.weights // chunk) * chunk)
+    share = kv_share(model, asked.gpu) // chunk * chunk
     if not share:
-        least = model.weights + wish.gpu.reserved + chunk
-        raise InvalidInput.of("--memory", wish.gpu.memory, f"at least {least} bytes for {model.name}")
-    if model.kv_per_token % wish.scale.size:
-        raise InvalidInput.of("--scale", wish.scale.size, f"a divisor of the {model.kv_per_token} bytes of a token")
-    gpu = replace(wish.gpu, reserved=wish.gpu.memory - model.weights - share)
-    pool = _pool(chunk, wish.gpus * gpu.memory, HOLD, lends=True)
-    rate, setup = _load(wish, model, gpu, load_pools([pool])[0], share)
+        least = model.weights + asked.gpu.reserved + chunk
+        raise InvalidInput.of("--memory", asked.gpu.memory, f"at least {least} bytes for {model.name}")
+    if model.kv_per_token % scale.size:
+        raise InvalidInput.of("--scale", scale.size, f"a divisor of the {model.kv_per_token} bytes of a token")
+    gpu = replace(asked.gpu, reserved=asked.gpu.memory - model.weights - share)
+    rate, setup = _load(replace(asked, model=model, gpu=gpu), seconds * scale.speed, share)
     dealt, duration = deal(setup, rate)
-    if duration < SHORTEST * wish.duration * wish.scale.speed:
-        most = wish.requests[-1].arrival / rate / wish.scale.speed
-        raise InvalidInput.of("--duration", f"{wish.duration:g}", f"at most {most:.0f} (s): the trace is no longer")
-    return Layout(setup, rate, dealt, duration, share, chunk, wish.scale)
+    if duration < SHORTEST * seconds * scale.speed:
+        most = asked.requests[-1].arrival / rate / scale.speed
+        raise InvalidInput.of("--duration", f"{seconds:g}", f"at most {most:.0f} (s): the trace is no longer")
+    return Layout(setup, rate, dealt, duration, share, chunk, scale)
 
 
-def _load(wish: Wish, model: Model, gpu: GpuSpec, pool: MemoryPool, share: int) -> tuple[float, Setup]:
-    """The rate, and the excerpt at that rate; without a wish the first load that a static partition falls short of."""
-    if wish.rate is not None:
-        return wish.rate, _excerpt(wish, model, gpu, pool, wish.rate)
-    own = len(wish.requests) / max(wish.requests[-1].arrival, 1e-9) / wish.active
-    capacity = Workload.of(wish.requests, model, gpu).capacity(wish.requests, share)
-    rate, setup = 0.0, None
-    for load in LOADS:
-        rate = float(f"{load * capacity / own:.3g}")
-        setup = _excerpt(wish, model, gpu, pool, rate)
-        dealt, duration = deal(setup, rate)
-        workload = Workload.of(setup.requests, model, gpu)
-        if predict(workload, dealt, duration, wish.patience, alone(share)) <= STATIC * len(setup.requests):
+def _load(asked: Setup, seconds: float, share: int) -> tuple[float, Setup]:
+    """The rate and the excerpt; unless asked for, the first rate that a static partition falls short of."""
+    if asked.rate is not None:
+        return asked.rate, _excerpt(asked, asked.rate, seconds)
+    rate, found = 0.0, asked
+    for rate in rates(asked, Workload.of(asked.requests, asked.model, asked.gpu), share):
+        found = _excerpt(asked, rate, seconds)
+        dealt, duration = deal(found, rate)
+        workload = Workload.of(found.requests, found.model, found.gpu)
+        if predict(workload, dealt, duration, found.patience, alone(share)) <= STATIC * len(found.requests):
             break
-    assert setup is not None  # noqa: S101 - there are loads
-    return rate, setup
+    return rate, found
 
 
-def _excerpt(wish: Wish, model: Model, gpu: GpuSpec, pool: MemoryPool, rate: float) -> Setup:
-    last = wish.duration * wish.scale.speed * rate
-    return Setup(
-        requests=[r for r in wish.requests if r.arrival <= last],
-        pool=pool,
-        model=model,
-        gpu=gpu,
-        link=wish.link,
-        gpus=wish.gpus,
-        active=wish.active,
-        cycles=wish.cycles,
-        rate=rate,
-        patience=wish.patience,
-        seed=wish.seed,
-    )
+def _excerpt(asked: Setup, rate: float, seconds: float) -> Setup:
+    return replace(asked, requests=[r for r in asked.requests if r.arrival <= seconds * rate], rate=rate)
 
 
 def _pool(chunk: int, host: int, hold: float, *, lends: bool) -> dict[str, Any]:

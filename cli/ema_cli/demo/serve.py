@@ -107,7 +107,7 @@ class Serving:
         self._end()
         return self._result()
 
-    # --- time --------------------------------------------------------------------------------------------------------
+    # --- time ---
 
     def _not_too_late(self, clock: Clock, start: float) -> float:
         behind = time.monotonic() - clock.real(start)
@@ -131,7 +131,7 @@ class Serving:
         if (left := until - time.monotonic()) > 0:
             time.sleep(left)
 
-    # --- memory ------------------------------------------------------------------------------------------------------
+    # --- memory ---
 
     def _memory(self) -> Memory:
         for growth in self._growths:
@@ -173,7 +173,7 @@ class Serving:
         else:
             region.grow(size, timeout=QUEUE)
 
-    # --- what a macro-step does --------------------------------------------------------------------------------------
+    # --- what a macro-step does ---
 
     def _arrivals(self, now: float) -> float:
         """Tell the instance who came; when the next one comes."""
@@ -249,7 +249,7 @@ class Serving:
             self._wrong += self._own.wrong(one)
             self._checked += one.written
 
-    # --- the end -----------------------------------------------------------------------------------------------------
+    # --- the end ---
 
     def _end(self) -> None:
         for growth in self._growths:

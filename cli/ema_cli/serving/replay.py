@@ -1,6 +1,6 @@
 """Three runs of one trace, static partition, borrowing and twice the memory, and what the bound predicts for them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ema_cli.serving.instance import Instance
@@ -154,13 +154,18 @@ def bursts(setup: Setup, rate: float) -> int:
     return max(1, min(MOST_BURSTS, fitting))
 
 
-def default_rate(setup: Setup, workload: Workload, share: int) -> float:
-    """A rate at which a static partition falls short, and borrowing has something to show."""
+def rates(setup: Setup, workload: Workload, share: int) -> Iterator[float]:
+    """The rates at which an active instance has the loads of `LOADS`."""
     own = len(setup.requests) / max(setup.requests[-1].arrival, 1e-9) / setup.active
     capacity = workload.capacity(setup.requests, share)
-    rate = 0.0
     for load in LOADS:
-        rate = float(f"{load * capacity / own:.3g}")
+        yield float(f"{load * capacity / own:.3g}")
+
+
+def default_rate(setup: Setup, workload: Workload, share: int) -> float:
+    """A rate at which a static partition falls short, and borrowing has something to show."""
+    rate = 0.0
+    for rate in rates(setup, workload, share):
         dealt, duration = deal(setup, rate)
         served = predict(workload, dealt, duration, setup.patience, alone(share))
         if served <= PREDICTED_FOR_STATIC * len(setup.requests):

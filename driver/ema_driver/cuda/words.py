@@ -10,7 +10,8 @@ from typing import Final
 from ema_driver import shared_memory
 from ema_driver.cuda.api import Api
 from ema_driver.cuda.gpus import Gpu
-from ema_driver.errors import ContextLost, DriverError, InvalidUse
+from ema_driver.errors import ContextLost, DriverError
+from ema_driver.page import Page
 from ema_driver.protocol import WORD_BYTES
 
 FIRST_PAUSE: Final = 20e-6
@@ -19,12 +20,13 @@ LAST_PAUSE: Final = 1e-3
 _PORTABLE_AND_MAPPED: Final = 3
 
 
-class CudaWords:
+class CudaWords(Page):
     """A page of 32-bit words. Made by `CudaDriver.words` and `CudaDriver.adopt_words`."""
 
     def __init__(self, api: Api, home: Gpu, fd: int, count: int, closed: Callable[[], None]) -> None:
         """`fd` becomes this object's; `closed` is called when it is closed. Raises DriverError."""
-        self._api, self._home, self._fd, self._count = api, home, fd, count
+        super().__init__(fd, count)
+        self._api, self._home = api, home
         self._size = os.fstat(fd).st_size
         self._base = shared_memory.map_shared(fd, self._size)
         try:
@@ -36,28 +38,13 @@ class CudaWords:
             shared_memory.unmap(self._base, self._size)
             raise
         self._words = (ctypes.c_uint32 * (self._size // WORD_BYTES)).from_address(self._base)
-        self._open = True
         self._closed = closed
         self._holds = 0
-
-    @property
-    def count(self) -> int:
-        """How many words."""
-        return self._count
 
     @property
     def api(self) -> Api:
         """The session that this page belongs to."""
         return self._api
-
-    def check(self, index: int, value: int) -> None:
-        """Raise InvalidUse unless there is such a word and the value fits it."""
-        if not self._open:
-            raise InvalidUse("the page is closed")
-        if not 0 <= index < self._count:
-            raise InvalidUse(f"word {index}; the page has {self._count}")
-        if not 0 <= value < 2**32:
-            raise InvalidUse(f"value {value}; must fit 32 bits")
 
     def load(self, index: int) -> int:
         """The word's value now."""
@@ -92,10 +79,6 @@ class CudaWords:
             shared_memory.sleep_on(address, now, min(left, pause))
             pause = min(2 * pause, LAST_PAUSE)
         return True
-
-    def fileno(self) -> int:
-        """The page's descriptor. It stays this object's."""
-        return self._fd
 
     def close(self) -> None:
         """Give the page up. The GPU may still know it for a while (`CudaDriver` frees it when nothing is queued)."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ema_driver import shared_memory
-from ema_driver.errors import ContextLost, InvalidUse
+from ema_driver.errors import ContextLost
+from ema_driver.page import Page
 from ema_driver.sim import wire
 from ema_driver.sim.channel import Channel
 from ema_driver.sim.wire import ARMED, SLEPT
@@ -17,31 +18,17 @@ _RECHECK = 0.1
 """Seconds after which a waiting thread looks again: not everybody who stores wakes."""
 
 
-class SimWords:
+class SimWords(Page):
     """A page of 32-bit words. Made by `SimDriver.words` and `SimDriver.adopt_words`."""
 
     def __init__(self, channel: Channel, number: int, count: int, fd: int, doorbell: int) -> None:
         """`fd` and `doorbell` become this object's."""
+        super().__init__(fd, count)
         self.channel, self.number = channel, number
-        self._fd, self._count, self._doorbell = fd, count, doorbell
+        self._doorbell = doorbell
         self._map = mmap.mmap(fd, os.fstat(fd).st_size)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._words = memoryview(self._map).cast("I")
-        self._open = True
-
-    @property
-    def count(self) -> int:
-        """How many words."""
-        return self._count
-
-    def check(self, index: int, value: int) -> None:
-        """Raise InvalidUse unless there is such a word and the value fits it."""
-        if not self._open:
-            raise InvalidUse("the page is closed")
-        if not 0 <= index < self._count:
-            raise InvalidUse(f"word {index}; the page has {self._count}")
-        if not 0 <= value < 2**32:
-            raise InvalidUse(f"value {value}; must fit 32 bits")
 
     def load(self, index: int) -> int:
         """The word's value now."""
@@ -90,10 +77,6 @@ class SimWords:
                 return False
             shared_memory.sleep_on(address, now, min(left, _RECHECK))
         return True
-
-    def fileno(self) -> int:
-        """The page's descriptor. It stays this object's."""
-        return self._fd
 
     def close(self) -> None:
         """Give the page up."""

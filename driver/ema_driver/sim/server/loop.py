@@ -14,13 +14,15 @@ from queue import SimpleQueue
 from ema_driver.sim import linux
 
 now = time.monotonic_ns
+WORKERS = 2
+"""Threads that copy."""
 Callback = Callable[[], None]
 
 
 class Loop:
     """One thread runs `run`; only `hand_back` may be called from others."""
 
-    def __init__(self, workers: int = 2) -> None:
+    def __init__(self) -> None:
         self.ready: deque[Callback] = deque()
         """What can run at once: streams, mostly."""
         self._epoll = select.epoll()
@@ -35,7 +37,7 @@ class Loop:
         self._running = True
         self.watch(self._timer, self._timer_rang)
         self.watch(self._bell, self._take_back)
-        self._workers = [threading.Thread(target=self._labour, name=f"copies-{i}") for i in range(workers)]
+        self._workers = [threading.Thread(target=self._labour, name=f"copies-{i}") for i in range(WORKERS)]
         for worker in self._workers:
             worker.start()
 

@@ -12,16 +12,14 @@ from ema_core.ids import HOST, GpuId, Place
 from ema_driver.errors import DriverError, InvalidUse, OutOfMemory
 from ema_driver.protocol import HealthEvent
 from ema_driver.sim import wire
-from ema_driver.sim.server.accounts import Allocation
 from ema_driver.sim.server.connection import Connection
 from ema_driver.sim.server.execution import Execution
+from ema_driver.sim.server.handles import Handles, check_room
 from ema_driver.sim.server.loop import now
 from ema_driver.sim.server.machine import Machine
 from ema_driver.sim.server.streams import lost
 
 _KEPT_EVENTS = 1000
-OBJECT_LIMIT = 100_000
-"""Handles, streams and graphs of one session, each."""
 PAGE_COUNT = 1000
 """Pages of a guest's session: each costs the device process descriptors."""
 
@@ -35,7 +33,7 @@ class Session(Connection):
         self._machine, self._guest, self._ended = machine, guest, ended
         self._accounts = machine.accounts
         self._run = Execution(machine)
-        self._handles: dict[int, Allocation] = {}
+        self._handles = Handles(machine.accounts)
         self._events: deque[HealthEvent] = deque(maxlen=_KEPT_EVENTS)
         self._numbers = 0
         machine.tenants.add(self)
@@ -99,9 +97,6 @@ class Session(Connection):
 
     def _give_up(self) -> None:
         self._run.give_up()
-        for allocation in self._handles.values():
-            allocation.handles -= 1
-            self._accounts.settle(allocation)
         self._handles.clear()
 
     def bye(self, _call: wire.Bye, _: Sequence[int]) -> None:
@@ -135,20 +130,10 @@ class Session(Connection):
             raise lost(gpu)
         return gpu
 
-    def _room(self, kept: dict[int, Any], count: int) -> None:
-        if len(kept) + count > OBJECT_LIMIT:
-            raise InvalidUse(f"more than {OBJECT_LIMIT} objects of one kind in one session")
-
     def _number(self, kept: dict[int, Any]) -> int:
-        self._room(kept, 1)
+        check_room(kept)
         self._numbers += 1
         return self._numbers
-
-    def _keep(self, allocation: Allocation) -> int:
-        number = self._number(self._handles)
-        self._handles[number] = allocation
-        allocation.handles += 1
-        return number
 
     def hello(self, call: wire.Hello, _: Sequence[int]) -> None:
         """Versions must agree."""
@@ -176,12 +161,12 @@ class Session(Connection):
         if call.size <= 0 or call.size % granularity:
             raise InvalidUse(f"create: size {call.size}; must be a positive multiple of {granularity}")
         place = HOST if call.place == HOST and self._guest is None else self._own(call.place)
-        self._room(self._handles, call.count)
-        self.reply(call.seq, [self._keep(a) for a in self._accounts.create(place, call.size, call.count)])
+        check_room(self._handles.held, call.count)
+        self.reply(call.seq, [self._handles.keep(a) for a in self._accounts.create(place, call.size, call.count)])
 
     def export(self, call: wire.Export, _: Sequence[int]) -> None:
         """A descriptor of an open file description of its own."""
-        self.reply(call.seq, None, [self._handle("export", call.handle).export()])
+        self.reply(call.seq, None, [self._handles.find("export", call.handle).export()])
 
     def adopt(self, call: wire.Adopt, fds: Sequence[int]) -> None:
         """Guests adopt memory of their own GPU and of the host only."""
@@ -192,24 +177,11 @@ class Session(Connection):
             raise lost(GpuId(allocation.place))
         if self._guest is not None and allocation.place not in {HOST, self._guest}:
             raise InvalidUse("adopt: the memory is on a GPU that this session does not see")
-        self.reply(call.seq, [self._keep(allocation), allocation.place])
-
-    def _handle(self, call: str, number: int) -> Allocation:
-        allocation = self._handles.get(number)
-        if allocation is None:
-            raise InvalidUse(f"{call}: handle {number} is unknown or released")
-        return allocation
+        self.reply(call.seq, [self._handles.keep(allocation), allocation.place])
 
     def release(self, call: wire.Release, _: Sequence[int]) -> None:
         """All or none."""
-        if len(set(call.handles)) != len(call.handles):
-            raise InvalidUse("release: a handle is named twice")
-        for number in call.handles:
-            self._handle("release", number)
-        for number in call.handles:
-            allocation = self._handles.pop(number)
-            allocation.handles -= 1
-            self._accounts.settle(allocation)
+        self._handles.release(call.handles)
         self.reply(call.seq)
 
     def reserve(self, call: wire.Reserve, _: Sequence[int]) -> None:
@@ -223,12 +195,12 @@ class Session(Connection):
 
     def map(self, call: wire.Map, _: Sequence[int]) -> None:
         """All or none."""
-        wanted = [a for _, number in call.pairs if (a := self._handles.get(number)) is not None]
+        wanted = [a for _, number in call.pairs if (a := self._handles.held.get(number)) is not None]
         for allocation in wanted:
             if allocation.lost:
                 raise lost(GpuId(allocation.place))
         self._accounts.check_mapping({a.place for a in wanted})
-        self._run.space.map(call.pairs, self._handles)
+        self._run.space.map(call.pairs, self._handles.held)
         self.reply(call.seq)
 
     def unmap(self, call: wire.Unmap, _: Sequence[int]) -> None:
