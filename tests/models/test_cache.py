@@ -108,29 +108,6 @@ def test_beams_crops_and_copies(client: ema.Pool) -> None:
         one.close()
 
 
-def test_the_local_budget(client: ema.Pool) -> None:
-    model, prompt = model_of(client, transformers.Qwen2Config), prompt_of(client)
-    with ElasticCache(model.config, client, local=2 * PER_TOKEN * 15) as cache:
-        with pytest.raises(ema.LimitReached, match="local"):
-            go_on(model, prompt, cache)
-        assert {layer.get_seq_length() for layer in cache.layers} == {15}
-        plain = transformers.DynamicCache(config=model.config)
-        with torch.no_grad():
-            model(prompt, **{CACHE: plain})
-        equal([t[..., :12, :] for t in tensors(cache)], tensors(plain))
-        cache.crop(-5)
-        with torch.no_grad():
-            model(prompt[:, :5], **{CACHE: cache})
-        with pytest.raises(ema.LimitReached):
-            cache.batch_repeat_interleave(2)
-    with ElasticCache(model.config, client, local=PER_TOKEN) as cache:
-        with pytest.raises(ema.LimitReached):
-            go_on(model, prompt, cache)
-        assert cache.nbytes == 0
-        cache.park()  # nothing to move
-        assert not cache.parked
-
-
 def test_what_it_cannot_do_is_refused(client: ema.Pool) -> None:
     config = transformers.LlamaConfig(**SIZES)
     sliding = transformers.MistralConfig(**SIZES, sliding_window=8)
