@@ -24,8 +24,9 @@ from ema.torch.memory import device_of
 from ema.torch.poison import Poison
 from ema.transformers import ElasticCache
 from ema.transformers import beyond as beyond_module
-from ema.transformers.budget import Size, plan, slots_at
+from ema.transformers.budget import Size, plan
 from ema.transformers.rows import first, pack, rows_of, views_of
+from ema.transformers.slots import slots_for
 from ema_driver.sim.faults import LostGpu
 from models.test_cache import CACHE, equal, go_on, prompt_of, same, tensors
 from models.test_stream_failures import interrupt
@@ -35,7 +36,7 @@ torch.set_num_threads(1)
 ROWS = 2
 
 
-def model_of(client: ema.Pool, config: Any = transformers.LlamaConfig, layers: int = 5) -> Any:  # noqa: ANN401
+def model_of(client: ema.Pool, config: Any = transformers.LlamaConfig, layers: int = 8) -> Any:  # noqa: ANN401
     """One whose slots are not much more than its tokens, whatever the granularity."""
     torch.manual_seed(1)
     made = transformers.AutoModelForCausalLM.from_config(
@@ -63,8 +64,8 @@ def per_token(model: Any, rows: int = ROWS) -> int:  # noqa: ANN401
 
 
 def budget(client: ema.Pool, model: Any, tokens: int, rows: int = ROWS) -> int:  # noqa: ANN401
-    """Room for so many tokens beside two slots that are as small as they can be."""
-    return 2 * client.granularity + tokens * per_token(model, rows)
+    """Room for so many tokens beside slots that are nearly empty."""
+    return 4 * client.granularity + tokens * per_token(model, rows)
 
 
 def device_of_cache(cache: ElasticCache) -> torch.device:
@@ -127,7 +128,7 @@ def budgeted(client: ema.Pool) -> Iterator[Budgeted]:
     """A model, transformers' own cache, and one with a small budget."""
     model = model_of(client)
     plain = transformers.DynamicCache(config=model.config)
-    with Watched(model.config, client, local=budget(client, model, 16)) as cache:
+    with Watched(model.config, client, local=budget(client, model, 24)) as cache:
         yield model, plain, cache
 
 
@@ -135,11 +136,11 @@ CONFIGS = [transformers.LlamaConfig, transformers.Qwen3Config]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("layers", [2, 5])
+@pytest.mark.parametrize("layers", [2, 5, 8])
 def test_the_same_tokens_and_logits(client: ema.Pool, config: Any, layers: int) -> None:  # noqa: ANN401
     model, prompt = model_of(client, config, layers), prompt_of(client)
     plain = transformers.DynamicCache(config=model.config)
-    with Watched(model.config, client, local=budget(client, model, 16)) as cache:
+    with Watched(model.config, client, local=budget(client, model, 24)) as cache:
         mine = its = prompt
         for _ in range(3):
             found, wanted = go_on(model, mine, cache, 12), go_on(model, its, plain, 12)
@@ -165,13 +166,13 @@ def test_between_two_growths_a_call_of_the_model_is_one_message(
     assert filled[0] <= grown[0]
     before = cache.report
     while True:  # to just after a growth
-        step(model, cache, 1)
+        step(model, cache, ROWS)
         if cache.report.remote_tokens > before.remote_tokens:
             break
-    step(model, cache, 1)
+    step(model, cache, ROWS)
     for _ in range(3):
         told[0] = filled[0] = grown[0] = 0
-        step(model, cache, 1)
+        step(model, cache, ROWS)
         assert (told[0], filled[0], grown[0]) == (1, 0, 0)
     now = cache.report
     assert now.remote_tokens + now.local_bytes // per_token(model) == now.tokens
@@ -228,7 +229,7 @@ def test_two_caches_take_turns(client: ema.Pool) -> None:
     model = model_of(client)
     told = [prompt_of(client, rows, 30 + rows) for rows in (1, 2)]
     plain = [transformers.DynamicCache(config=model.config) for _ in told]
-    caches = [Watched(model.config, client, local=budget(client, model, 16, n + 1)) for n in range(2)]
+    caches = [Watched(model.config, client, local=budget(client, model, 24, n + 1)) for n in range(2)]
     for _ in range(3):
         for n, cache in enumerate(caches):
             found, wanted = go_on(model, told[n], cache), go_on(model, told[n], plain[n])
@@ -254,6 +255,7 @@ def test_beams(budgeted: Budgeted) -> None:
 
 def test_sequences_are_selected_and_repeated(budgeted: Budgeted) -> None:
     model, plain, cache = budgeted
+    cache._local *= 2
     prompt = prompt_of_model(model, tokens=40)
     for one in (cache, plain):
         go_on(model, prompt, one, 5)
@@ -308,7 +310,7 @@ def test_crops(budgeted: Budgeted, removed: int) -> None:
 def test_tokens_that_are_looked_up_are_cropped_where_wrong(client: ema.Pool) -> None:
     model, prompt = model_of(client), prompt_of(client, 1, 30)
     plain = transformers.DynamicCache(config=model.config)
-    with Watched(model.config, client, local=budget(client, model, 16, 1)) as cache:
+    with Watched(model.config, client, local=budget(client, model, 20, 1)) as cache:
         found, wanted = (go_on(model, prompt, c, 40, prompt_lookup_num_tokens=4) for c in (cache, plain))
         assert torch.equal(found.sequences, wanted.sequences)
         assert cache.report.remote_tokens
@@ -372,12 +374,12 @@ def test_a_call_that_ends_in_the_middle(budgeted: Budgeted, at: int, tokens: int
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # just made when interrupted: collected later
-def test_interrupted_anywhere(client: ema.Pool) -> None:
+def test_interrupted_anywhere(client: ema.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     if client.granularity > 4096:
         pytest.skip("where the CPU waits is where it can be interrupted")
     dice, model = random.Random(3), model_of(client, layers=4)
     states = torch.randn(2, 2, 400, 16)
-    with ElasticCache(model.config, client, local=budget(client, model, 16)) as cache:
+    with ElasticCache(model.config, client, local=budget(client, model, 24)) as cache:
 
         def add(tokens: int) -> None:
             at = [cache.get_seq_length(i) for i in range(4)]
@@ -390,17 +392,23 @@ def test_interrupted_anywhere(client: ema.Pool) -> None:
                 kept = states[..., : layer.get_seq_length(), :]
                 equal([*layer.whole()], [kept.add(i), kept.sub(i)])
 
-        add(30)
-        for after in range(40):
+        connect, ready = client.another, list[ema.Pool]()
+        monkeypatch.setattr(client, "another", ready.pop)  # connecting itself is not in question here
+        for after in range(60):
+            ready[:] = ready or [connect()]
             short = min(cache.get_seq_length(i) for i in range(4))
             for layer in cache.layers:
                 if more := layer.get_seq_length() - short:
                     layer.crop(-more)
             if after % 10 == 9:
-                cache.crop(-(short - 20))
+                cache.crop(-max(0, short - 20))
+            if after % 20 == 19:
+                cache.reset()
             with interrupt(dice.randrange(1, 900)), suppress(KeyboardInterrupt):
-                add(dice.choice((1, 1, 9)))
+                add(dice.choice((1, 1, 30)))
             check()
+        for spare in ready:
+            spare.close()
 
 
 # --- what cannot be ---
@@ -481,7 +489,7 @@ def test_an_agent_that_is_killed(tmp_path: Path) -> None:
     try:
         with ema.connect(tmp_path / "client.sock", gpu=0, timeout=30.0) as client:
             model = model_of(client)
-            prompt, local = prompt_of(client, tokens=40), budget(client, model, 16)
+            prompt, local = prompt_of(client, tokens=40), budget(client, model, 24)
             wanted = go_on(model, prompt, transformers.DynamicCache(config=model.config))
             with ElasticCache(model.config, client, local=local) as cache:
                 go_on(model, prompt, cache)
@@ -516,7 +524,7 @@ def test_a_gpu_that_is_lost(tmp_path_factory: pytest.TempPathFactory) -> None:
         client = it.connect(0)
         it.on_loop(lambda: setattr(it.agent.cleaner, "_candidates", list))  # no copy in host memory saves it
         model = model_of(client)
-        with ElasticCache(model.config, client, local=budget(client, model, 16)) as cache:
+        with ElasticCache(model.config, client, local=budget(client, model, 24)) as cache:
             go_on(model, prompt_of(client, tokens=40), cache)
             places = it.on_loop(lambda: {c.place for c in it.agent.ledger.chunks()})
             fault = LostGpu(gpu=[str(g) for g in it.gpus].index(min(map(str, places))))
@@ -524,8 +532,7 @@ def test_a_gpu_that_is_lost(tmp_path_factory: pytest.TempPathFactory) -> None:
             try:
                 for _ in range(2):
                     with pytest.raises((ema.DataLost, ema.AgentLost)):
-                        for _ in range(5):  # what had been fetched already is true
-                            step(model, cache, 2)
+                        step(model, cache, 2, 1)
                     with pytest.raises((ema.DataLost, ema.AgentLost)):
                         tensors(cache)
                 cache.reset()
@@ -551,18 +558,17 @@ def test_what_a_stream_takes_from_a_lost_agent_is_nan(budgeted: Budgeted) -> Non
 # --- its parts ---
 
 
-def test_a_plan_stays_within_the_budget_and_moves_no_more_than_it_says() -> None:
+def test_a_plan_moves_as_little_as_leaves_half_of_the_room() -> None:
     dice = random.Random(5)
     found = 0
     for _ in range(400):
-        count, slots, grain = dice.randrange(1, 9), dice.randrange(1, 3), dice.choice((1, 64, 4096))
-        far = dice.randrange(50)
-        sizes = [Size(far, far * 16, 16, dice.choice((10, 16))) for _ in range(count)]
+        count, grain = dice.randrange(1, 9), dice.choice((1, 64, 4096))
+        slots, far = slots_for(count), dice.randrange(50)
+        sizes = [Size(far, far * 16, 16, dice.choice((16, 12))) for _ in range(count)]
         tokens, local = far + dice.randrange(1, 80), dice.randrange(100, 20000)
         each = sum(size.token for size in sizes)
-        fitting = [
-            f for f in range(far, tokens + 1) if 2 * each * (tokens - f) + slots_at(sizes, f, slots, grain) <= local
-        ]
+        room = {f: local - slots * (f * 16 + grain) for f in range(far, tokens + 1)}
+        fitting = [f for f, left in room.items() if 2 * each * (tokens - f) <= left]
         try:
             made = plan(sizes, tokens, local, slots, grain)
         except ema.LimitReached:
@@ -570,7 +576,8 @@ def test_a_plan_stays_within_the_budget_and_moves_no_more_than_it_says() -> None
         else:
             found += 1
             assert made.far == fitting[0]
-            assert made.slots == slots_at(sizes, made.far, slots, grain)
+            assert made.slots % grain == 0
+            assert 0 <= made.slots - slots * made.far * 16 < slots * grain
     assert 50 < found < 350
 
 

@@ -40,14 +40,14 @@ class Beyond:
     """The remote part of a cache, on a connection of its own until it is closed. Not thread-safe."""
 
     def __init__(self, pool: "Pool", layers: Sequence[Stored], timeout: float) -> None:
-        """Nothing is borrowed yet. Raises AgentLost."""
-        self._layers, self._timeout = layers, timeout
+        """Nothing is borrowed yet. `timeout`: seconds to wait for memory."""
+        self._pool, self._layers, self._timeout = pool, layers, timeout
         self._device = device_of(pool)
         self._order = order(self._device)
         self._regions: dict[int, Region] = {}
         self._slots: Slots | None = None
         self._passage: Passage | None = None
-        self.connection = pool.another()
+        self._connection: Pool | None = None
 
     # --- the way of each call of the model ---
 
@@ -76,6 +76,8 @@ class Beyond:
 
         Raises PoolFull, LimitReached, AgentLost, DataLost.
         """
+        if self._connection is None:
+            self._connection = self._pool.another()
         self.check()
         before = {layer: region.size for layer, region in self._regions.items()}
         end = time.monotonic() + self._timeout
@@ -135,9 +137,22 @@ class Beyond:
         try:
             self.rest()
         finally:
-            self.connection.close()
+            if self._connection is not None:
+                self._connection.close()
 
     # --- what it is ---
+
+    @property
+    def connection(self) -> "Pool":
+        """Its own. There is one once memory was reserved."""
+        if self._connection is None:
+            raise errors.EmaError("nothing was reserved yet")
+        return self._connection
+
+    @property
+    def exposed_wait(self) -> float:
+        """Seconds that the CPU has waited for slots."""
+        return self._connection.exposed_wait if self._connection is not None else 0.0
 
     @property
     def empty(self) -> bool:

@@ -37,7 +37,7 @@ class Plan:
 
 def slots_at(layers: Sequence[Size], far: int, slots: int, grain: int) -> int:
     """Bytes of `slots` slots, each for the largest layer's `far` tokens, in multiples of `grain` bytes."""
-    return slots * -(-max(layer.after(far) for layer in layers) // grain) * grain
+    return slots * -(-_largest(layers, far) // grain) * grain
 
 
 def plan(layers: Sequence[Size], tokens: int, local: int, slots: int, grain: int) -> Plan:
@@ -48,14 +48,18 @@ def plan(layers: Sequence[Size], tokens: int, local: int, slots: int, grain: int
     each = sum(layer.token for layer in layers)
     least = min(tokens, max(layer.far for layer in layers))
 
-    def fits(far: int) -> bool:
-        return 2 * each * (tokens - far) + slots_at(layers, far, slots, grain) <= local
+    def half(far: int) -> int:
+        # Not rounded, so that it never grows with `far`: one layer's slots are smaller than all layers' tokens.
+        return 2 * each * (tokens - far) + slots * (_largest(layers, far) + grain)
 
-    far = bisect_left(range(least, tokens + 1), True, key=fits) + least
+    far = bisect_left(range(least, tokens + 1), -local, key=lambda far: -half(far)) + least
     if far > tokens:
-        needed = min(each * (tokens - far) + slots_at(layers, far, slots, grain) for far in (least, tokens))
         raise errors.LimitReached(
-            f"{tokens} tokens of {each} bytes need {needed} bytes of local memory, most of them on neighbours; "
-            f"local is {local}"
+            f"{tokens} tokens of {each} bytes need {half(tokens)} bytes for slots alone, even with all of them on "
+            f"neighbours; local is {local}"
         )
     return Plan(far, slots_at(layers, far, slots, grain))
+
+
+def _largest(layers: Sequence[Size], far: int) -> int:
+    return max(layer.after(far) for layer in layers)

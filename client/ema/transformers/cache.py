@@ -176,7 +176,7 @@ class ElasticCache(transformers.Cache):
             remote_bytes=sum(layer.far_bytes for layer in layers) + (parked.nbytes if parked is not None else 0),
             fetched_bytes=sum(size_of(layer.rows) for layer in layers),
             fetch_seconds=beyond.fetch_seconds if beyond is not None else 0.0,
-            exposed_wait=beyond.connection.exposed_wait if beyond is not None else 0.0,
+            exposed_wait=beyond.exposed_wait if beyond is not None else 0.0,
         )
 
     def park(self, *, droppable: bool = False, timeout: float = 2.0) -> None:
