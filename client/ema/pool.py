@@ -73,6 +73,9 @@ class Pool(Link):
         self._gone = False
         self._unsure: dict[int, None] = {}
         """Numbers of programs that were being opened when that was interrupted: the agent may have them."""
+        self._unsure_regions: dict[int, None] = {}
+        self._unsure_windows: dict[int, None] = {}
+        """The same for regions, and for windows."""
         super().__init__(path, hello)
 
     def another(self, name: str = "") -> "Pool":
@@ -97,6 +100,10 @@ class Pool(Link):
             raise errors.BadInput("slot_bytes", f"{slots} × {slot_bytes}", f"a multiple of {self.granularity} bytes")
         self.check_alive()
         with self._lock:
+            for number in [n for n in self._unsure_windows if n not in self._windows]:
+                with suppress(errors.BadInput):  # the agent never got it
+                    self.ask(lambda i, n=number: wire.CloseWindow(i, n))  # type: ignore[misc]
+                del self._unsure_windows[number]
             number = _first_free(self._windows, wire.MAX_WINDOWS, "windows")
             first = _first_gap([range(w.first, w.first + len(w)) for w in self._windows.values()], slots)
             try:
@@ -105,12 +112,16 @@ class Pool(Link):
                 raise errors.OutOfMemory(str(error)) from error
             except DriverError as error:
                 raise errors.EmaError(f"the driver refused the window: {error}") from error
+            self._unsure_windows[number] = None
             try:
                 self._hand_over(window)
-            except errors.EmaError:
+            except BaseException as error:
                 window.free()
+                if isinstance(error, errors.EmaError):
+                    del self._unsure_windows[number]
                 raise
             self._windows[number] = window
+            del self._unsure_windows[number]
             for slot in window.slots:
                 # An earlier window's slot with this number may have been closed while it was full.
                 slot.reset()
@@ -128,13 +139,16 @@ class Pool(Link):
         size, timeout = arguments.whole("size", size, 1), arguments.seconds("timeout", timeout)
         self.check_alive()
         with self._lock:
-            region = Region(self, _first_free(self._regions, wire.MAX_REGIONS, "regions"), droppable=bool(droppable))
+            number = _first_free({**self._regions, **self._unsure_regions}, wire.MAX_REGIONS, "regions")
+            region = Region(self, number, droppable=bool(droppable))
             self._regions[region.number] = region
             self._lost.pop(region.number, None)  # of an earlier region with this number
         try:
             region.grow(size, timeout)
-        except BaseException:
+        except BaseException as error:
             self.forget_region(region)
+            if not isinstance(error, errors.EmaError):
+                self._unsure_regions[number] = None
             raise
         return region
 

@@ -31,6 +31,8 @@ class Region:
 
         As far as the agent has said; 0 if a part cannot be fetched just now."""
         self.closed = False
+        self._unsure = False
+        """Growing it was interrupted: the agent may have made it larger than `size`."""
         self._gone: tuple[int, list[int]] | None = None
         """The notice word when we asked, and which chunks were gone then."""
         self.renewals = 0
@@ -47,9 +49,17 @@ class Region:
         self.check()
         if size <= self.size:
             return
-        answer = self._pool.ask_for_memory(lambda i: wire.GrowRegion(i, self.number, size, self.droppable, timeout))
+        if self._unsure:
+            self.shrink(self.size)
+        self._unsure = True
+        try:
+            answer = self._pool.ask_for_memory(lambda i: wire.GrowRegion(i, self.number, size, self.droppable, timeout))
+        except errors.EmaError:
+            self._unsure = False
+            raise
         if isinstance(answer, wire.Done):
             self.size = answer.value
+        self._unsure = False
 
     def shrink(self, size: int) -> None:
         """Give back what is beyond `size` bytes. Raises InUse while a program copies it, AgentLost, BadInput."""

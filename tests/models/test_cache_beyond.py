@@ -377,9 +377,9 @@ def test_a_call_that_ends_in_the_middle(budgeted: Budgeted, at: int, tokens: int
 def test_interrupted_anywhere(client: ema.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     if client.granularity > 4096:
         pytest.skip("where the CPU waits is where it can be interrupted")
-    dice, model = random.Random(3), model_of(client, layers=4)
+    dice, model = random.Random(4), model_of(client, layers=4)
     states = torch.randn(2, 2, 400, 16)
-    with ElasticCache(model.config, client, local=budget(client, model, 24)) as cache:
+    with ElasticCache(model.config, client, local=budget(client, model, 40)) as cache:
 
         def add(tokens: int) -> None:
             at = [cache.get_seq_length(i) for i in range(4)]
@@ -390,21 +390,22 @@ def test_interrupted_anywhere(client: ema.Pool, monkeypatch: pytest.MonkeyPatch)
         def check() -> None:
             for i, layer in enumerate(cache.layers):
                 kept = states[..., : layer.get_seq_length(), :]
-                equal([*layer.whole()], [kept.add(i), kept.sub(i)])
+                if layer.get_seq_length():
+                    equal([*layer.whole()], [kept.add(i), kept.sub(i)])
 
         connect, ready = client.another, list[ema.Pool]()
         monkeypatch.setattr(client, "another", ready.pop)  # connecting itself is not in question here
-        for after in range(60):
+        for after in range(300):
             ready[:] = ready or [connect()]
             short = min(cache.get_seq_length(i) for i in range(4))
             for layer in cache.layers:
                 if more := layer.get_seq_length() - short:
                     layer.crop(-more)
-            if after % 10 == 9:
-                cache.crop(-max(0, short - 20))
+            if short > 30:
+                cache.crop(20 - short)
             if after % 20 == 19:
                 cache.reset()
-            with interrupt(dice.randrange(1, 900)), suppress(KeyboardInterrupt):
+            with interrupt(dice.choice((dice.randrange(1, 200), dice.randrange(1, 2000)))), suppress(KeyboardInterrupt):
                 add(dice.choice((1, 1, 30)))
             check()
         for spare in ready:

@@ -46,20 +46,23 @@ class Layer(DynamicLayer):
         self,
         key_states: torch.Tensor,
         value_states: torch.Tensor,
-        *args: Any,  # noqa: ANN401 - as the base class has it
-        **kwargs: Any,  # noqa: ANN401
+        *_args: Any,  # noqa: ANN401 - as the base class has it
+        **_kwargs: Any,  # noqa: ANN401
     ) -> Pair:
         """Add tokens; keys and values of all. Those on neighbours are waited for in the order of the computation.
 
         Raises AgentLost, DataLost, OutOfMemory.
         """
-        if (beyond := self.held.beyond) is None:
-            return super().update(key_states, value_states, *args, **kwargs)
-        new, local = (key_states, value_states), self.local
-        _check_gradient(*new)
-        every = self._join(beyond.take(self.number), local, new)
-        beyond.done(every[1][..., -key_states.shape[-2] :, :])
-        keys, values = (torch.cat(pair, -2) for pair in zip(local, new, strict=True))
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        beyond, local, new = self.held.beyond, self.local, (key_states, value_states)
+        if beyond is None:
+            keys, values = every = self._join([], local, new)
+        else:
+            _check_gradient(*new)
+            every = self._join(beyond.take(self.number), local, new)
+            beyond.done(every[1][..., -key_states.shape[-2] :, :])
+            keys, values = self._join([], local, new)
         self.held = replace(self.held, keys=keys, values=values)
         return every
 
@@ -208,9 +211,10 @@ class Layer(DynamicLayer):
         return self.held.beyond.fetch(self.number) if self.held.beyond is not None else []
 
     def _join(self, found: Sequence[Pair], *more: Pair) -> Pair:
+        """All of these one after the other. `found`: of the rows, or nothing."""
         parts = [
             pair if pick is None else (pair[0].index_select(0, pick), pair[1].index_select(0, pick))
-            for pair, pick in zip(found, self.held.picks, strict=True)
+            for pair, pick in zip(found, self.held.picks, strict=False)
         ]
         keys, values = zip(*parts, *more, strict=True)
         return torch.cat(keys, -2), torch.cat(values, -2)
