@@ -111,18 +111,8 @@ class ElasticCache(transformers.Cache):
             if tensor.device != self._device:
                 raise errors.BadInput(name, f"on {tensor.device}", f"on {self._device}, the pool's own GPU")
         if self._local is None or not key_states.numel():
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        try:
-            far = self._make_room(layer_idx, key_states, value_states)
-            if self._beyond is None or far <= layers[layer_idx].far:
-                return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-            every = layers[layer_idx].append_and_store(key_states, value_states, far, self._beyond)
-        except errors.EmaError:
-            self._forget_step(layer_idx)
-            raise
-        if layer_idx == len(layers) - 1:
-            self._beyond.moved()
-        return every
+            return layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        return self._update_within(key_states, value_states, layer_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens. Raises InUse (parked)."""
@@ -284,6 +274,25 @@ class ElasticCache(transformers.Cache):
 
     # --- the budget ---
 
+    def _update_within(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self._layers[layer_idx]
+        try:
+            far = self._make_room(layer_idx, keys, values)
+            if self._beyond is None or far <= layer.far:
+                return layer.update(keys, values)
+            every = layer.append_and_store(keys, values, far, self._beyond)
+        except errors.EmaError:
+            self._forget_step(layer_idx)
+            raise
+        if layer_idx == len(self._layers) - 1:
+            self._beyond.moved()
+        return every
+
+    # Around a compiled model it is called, not traced.
+    _update_within = torch.compiler.disable(_update_within)
+
     def _make_room(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> int:
         """How many of the layer's tokens are to be remote after this update.
 
@@ -317,7 +326,11 @@ class ElasticCache(transformers.Cache):
         made = plan(sizes, tokens, self._local or 0, slots_for(len(sizes)), self._pool.granularity)
         if self._beyond is None:
             self._beyond = Beyond(self._pool, self._layers, self._timeout)
-        self._beyond.reserve({number: size.after(made.far) for number, size in enumerate(sizes)})
+        try:
+            self._beyond.reserve({number: size.after(made.far) for number, size in enumerate(sizes)})
+        except errors.EmaError:
+            self._look()
+            raise
         self._plan = made
         return self._beyond
 
