@@ -506,7 +506,8 @@ def test_an_agent_that_is_killed(tmp_path: Path) -> None:
                     with pytest.raises(ema.AgentLost):
                         use()
                 agent = ema_up(tmp_path)
-                until(lambda: client.session == 2, within=30, saying="connected to the new agent")
+                for each in (client, cache._beyond.connection):
+                    until(lambda each=each: each.session == 2, within=30, saying="connected to the new agent")
                 for use in (lambda: step(model, cache, 2), cache.park):
                     with pytest.raises(ema.AgentLost):
                         use()
