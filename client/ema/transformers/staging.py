@@ -15,6 +15,7 @@ from ema.torch.order import order
 if TYPE_CHECKING:
     from ema.pool import Pool
     from ema.region import Region
+    from ema.tickets import Ticket
     from ema.window import Slot
 
 SLOT: Final = 16 << 20
@@ -39,7 +40,8 @@ class Staging:
     """A connection to the agent, and two slots while something moves. Close it: that gives back all that it borrowed.
 
     Slots are waited for by the CPU, which can raise, and handed over in the order of torch's current stream: so bytes
-    that did not arrive are never copied into a tensor.
+    that did not arrive are never copied into a tensor. The CPU waits for the end of copies, not for flags alone: a flag
+    that a stream is to change says nothing before the stream has come that far.
     """
 
     def __init__(self, pool: "Pool") -> None:
@@ -63,10 +65,12 @@ class Staging:
 
         Raises OutOfMemory (no room for the slots), AgentLost, DataLost, Reclaimed, and what `move` raises.
         """
-        tickets = []
+        tickets: list[Ticket] = []
         with self._slots(slot_bytes, full=True) as slots:
             for number, piece in enumerate(pieces):
                 slot, seen = slots[number % 2]
+                if number > 1:
+                    tickets[number - 2].wait()
                 slot.wait_empty()
                 piece.move(seen)
                 step = piece.region.step(slot, piece.at, piece.size)
@@ -82,12 +86,14 @@ class Staging:
         that were moved before that are as they should be.
         """
         before: Piece | None = None
+        tickets: list[Ticket] = []
         with self._slots(slot_bytes, full=False) as slots:
             for number, piece in enumerate(chain(pieces, (None,))):
                 if piece is not None:
-                    piece.region.fetch(piece.at, slots[number % 2][0], piece.size)
+                    tickets.append(piece.region.fetch(piece.at, slots[number % 2][0], piece.size))
                 if before is not None:
                     slot, seen = slots[(number - 1) % 2]
+                    tickets[number - 1].wait()
                     slot.wait()
                     before.move(seen)
                     self._hand.emptied(slot)
