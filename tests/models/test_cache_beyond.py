@@ -30,7 +30,7 @@ from ema.transformers.slots import slots_for
 from ema_driver.sim.faults import LostGpu
 from models.test_cache import CACHE, equal, go_on, prompt_of, same, tensors
 from models.test_stream_failures import interrupt
-from nodes import MIB, node, pool, sim, until
+from nodes import MIB, Node, node, pool, sim, until
 
 torch.set_num_threads(1)
 ROWS = 2
@@ -106,21 +106,16 @@ def tries(action: Callable[[], object]) -> bool:
 
 
 class Watched(ElasticCache):
-    """Looks after every update whether the budget holds."""
-
-    most = 0
+    """Looks after every update of a layer whether the budget holds."""
 
     def update(self, *given: Any, **named: Any) -> Any:  # noqa: ANN401
-        found = super().update(*given, **named)
-        now = self.report
-        layer = given[2]
-        if layer == len(self) - 1:  # until then, layers may have got a token that others have not given up yet
-            assert now.local_bytes + now.slot_bytes <= self._local
-        self.most = max(self.most, now.local_bytes + now.slot_bytes)
+        found, now = super().update(*given, **named), self.report
+        assert self._local is not None
+        assert now.local_bytes + now.slot_bytes <= self._local
         return found
 
 
-Budgeted = tuple[Any, Any, Watched]
+Budgeted = tuple[Any, Any, Any]
 
 
 @pytest.fixture
@@ -225,6 +220,27 @@ def test_parked_and_resumed(budgeted: Budgeted) -> None:
     equal(tensors(cache), tensors(plain))
 
 
+def test_slots_are_all_the_memory_that_it_takes_beside_torchs_own(torch_node: Node) -> None:
+    torch_node.until(lambda a: not a.sessions, saying="the sessions of the test before have ended")
+    with ema.connect(torch_node.socket, gpu=torch_node.gpus[0]) as client:
+        model, free = model_of(client), torch_node.memory(0).free
+        with Watched(model.config, client, local=budget(client, model, 24)) as cache:
+            taken = []
+            for tokens in (40, 1, 1, 10, 1, 1, 6, 1, 1):
+                step(model, cache, ROWS, tokens)
+                taken.append(cache.report.slot_bytes)
+                assert taken[-1] == free - torch_node.memory(0).free
+            assert taken[0] < taken[1] < taken[-1]
+            assert torch_node.lent(1) + torch_node.lent(2) >= cache.report.remote_bytes
+            cache.park()
+            assert torch_node.memory(0).free == free
+            cache.resume()
+            step(model, cache, ROWS)
+            assert cache.report.slot_bytes
+        torch_node.until(lambda a: len(a.sessions) == 1, saying="its connection has ended")
+        assert torch_node.memory(0).free == free
+
+
 def test_two_caches_take_turns(client: ema.Pool) -> None:
     model = model_of(client)
     told = [prompt_of(client, rows, 30 + rows) for rows in (1, 2)]
@@ -317,14 +333,14 @@ def test_tokens_that_are_looked_up_are_cropped_where_wrong(client: ema.Pool) -> 
         equal(tensors(cache), tensors(plain))
 
 
-def test_a_copy_has_the_same_tokens_and_its_own_budget(budgeted: Budgeted) -> None:
+def test_a_copy_has_the_same_tokens_and_the_same_budget(budgeted: Budgeted) -> None:
     model, plain, cache = budgeted
     prompt = prompt_of_model(model, tokens=50)
     go_on(model, prompt, cache, 3)
     with copy.deepcopy(cache) as twin:
         now = twin.report
         assert now.remote_tokens
-        assert now.local_bytes + now.slot_bytes <= cache._local
+        assert now.local_bytes + now.slot_bytes <= twin._local
         cache.reset()
         go_on(model, prompt, plain, 3)
         equal(tensors(twin), tensors(plain))
@@ -509,8 +525,10 @@ def test_an_agent_that_is_killed(tmp_path: Path) -> None:
                     with pytest.raises(ema.AgentLost):
                         use()
                 agent = ema_up(tmp_path)
-                for each in (client, cache._beyond.connection):
-                    until(lambda each=each: each.session == 2, within=30, saying="connected to the new agent")
+                beyond = cache._beyond
+                assert beyond is not None
+                both = (client, beyond.connection)
+                until(lambda: all(c.session == 2 for c in both), within=30, saying="connected to the new agent")
                 for use in (lambda: step(model, cache, 2), cache.park):
                     with pytest.raises(ema.AgentLost):
                         use()

@@ -233,7 +233,8 @@ class ElasticCache(transformers.Cache):
         return len(self._layers)
 
     def __repr__(self) -> str:
-        how = "closed" if self._closed else "parked" if self.parked else "local"
+        far = any(layer.far for layer in self._layers)
+        how = "closed" if self._closed else "parked" if self.parked else "partly remote" if far else "local"
         return f"ElasticCache({len(self)} layers, {self.nbytes} bytes, {how})"
 
     def __deepcopy__(self, _: object) -> "ElasticCache":
