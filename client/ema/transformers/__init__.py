@@ -2,5 +2,6 @@
 
 from ema.transformers.cache import ElasticCache
 from ema.transformers.prefix import PrefixReport, PrefixStore
+from ema.transformers.report import CacheReport
 
-__all__ = ["ElasticCache", "PrefixReport", "PrefixStore"]
+__all__ = ["CacheReport", "ElasticCache", "PrefixReport", "PrefixStore"]

@@ -15,7 +15,7 @@ from ema.transformers.beyond import Beyond
 from ema.transformers.budget import Plan, Size, plan, slots_at
 from ema.transformers.layer import Layer
 from ema.transformers.parked import Parked
-from ema.transformers.report import CacheReport
+from ema.transformers.report import CacheReport, report_of
 from ema.transformers.rows import rows_of, size_of
 from ema.transformers.slots import slots_for
 
@@ -157,17 +157,7 @@ class ElasticCache(transformers.Cache):
     @property
     def report(self) -> CacheReport:
         """Where keys and values are just now, and what that costs."""
-        beyond, parked, layers = self._beyond, self._parked, self._layers
-        return CacheReport(
-            tokens=max(layer.get_seq_length() for layer in layers),
-            remote_tokens=max(layer.far for layer in layers),
-            local_bytes=0 if parked is not None else sum(layer.local_bytes for layer in layers),
-            slot_bytes=beyond.slot_bytes if beyond is not None else 0,
-            remote_bytes=sum(layer.far_bytes for layer in layers) + (parked.nbytes if parked is not None else 0),
-            fetched_bytes=sum(size_of(layer.rows) for layer in layers),
-            fetch_seconds=beyond.fetch_seconds if beyond is not None else 0.0,
-            exposed_wait=beyond.exposed_wait if beyond is not None else 0.0,
-        )
+        return report_of(self._layers, self._beyond, None if self._parked is None else self._parked.nbytes)
 
     def park(self, *, droppable: bool = False, timeout: float = 2.0) -> None:
         """Move all keys and values to neighbours and drop the local ones. A cache that is parked or empty stays so.
@@ -184,10 +174,10 @@ class ElasticCache(transformers.Cache):
         tensors = [t for layer in moved for t in layer.local]
         if any(t.requires_grad for t in tensors):
             raise errors.BadInput("cache", "of tensors that need a gradient", "one made under torch.no_grad()")
-        if not tensors:
-            return
         if self._beyond is not None:
             self._beyond.check()
+        if not tensors:
+            return
         self._moved = moved
         try:
             self._sweep()
