@@ -45,6 +45,8 @@ class Beyond:
         self._device = device_of(pool)
         self._order = order(self._device)
         self._regions: dict[int, Region] = {}
+        self._numbers: tuple[int, ...] = ()
+        """Of the regions. Replaced at once: a thread of its own looks at it."""
         self._slots: Slots | None = None
         self._passage: Passage | None = None
         self._connection: Pool | None = None
@@ -88,6 +90,7 @@ class Beyond:
                     self._regions[layer] = self.connection.region(size, timeout=left)
                 else:
                     region.grow(size, left)
+            self._numbers = tuple(r.number for r in self._regions.values())
         except BaseException:
             for layer, region in list(self._regions.items()):
                 with suppress(errors.EmaError):  # then it goes with the connection
@@ -130,7 +133,7 @@ class Beyond:
             raise errors.AgentLost(f"keys and values went with the agent that had lent their memory: {RESET}")
         connection.check_alive()
         connection.runs.believe()
-        connection.check_lost(r.number for r in self._regions.values())
+        connection.check_lost(self._numbers)
 
     def close(self) -> None:
         """Give everything back. Twice is harmless."""

@@ -66,16 +66,14 @@ class Slots:
             slot_bytes = -(-max(sizes.values()) // grain) * grain
             self._window = roomy(connection, slots_for(len(rows)), slot_bytes, order)
             self._slots = list(self._window.slots)
-            self._passed = [self._slots[at % len(self._slots)] for at in range(len(sizes))]
-            steps = [regions[i].step(slot, 0, sizes[i]) for i, slot in zip(sizes, self._passed, strict=True)]
-            with torch.inference_mode(mode=False), torch.no_grad():
-                for i, slot in zip(sizes, self._passed, strict=True):
-                    self.views[i] = views_of(rows[i], bytes_at(connection, slot.address, slot.size))
-            self._program = connection.program(steps)
-            pairs = list(zip(sizes, self._passed, strict=True))
+            pairs = [(i, self._slots[at % len(self._slots)]) for at, i in enumerate(sizes)]
+            self._program = connection.program([regions[i].step(slot, 0, sizes[i]) for i, slot in pairs])
             self.feed = Feed(self._program, handover(connection), pairs, order, self)
-            if isinstance(connection.driver, StreamOrdered):
-                self._guard(connection)
+            with torch.inference_mode(mode=False), torch.no_grad():
+                for i, slot in pairs:
+                    self.views[i] = views_of(rows[i], bytes_at(connection, slot.address, slot.size))
+                if isinstance(connection.driver, StreamOrdered):
+                    self._guard(connection)
             self.feed.begin()
         except BaseException:
             self.close()
