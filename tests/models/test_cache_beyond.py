@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import ema
+import ema.torch
 from ema.channel import Channel
 from ema.transformers import ElasticCache
 from ema.transformers import beyond as beyond_module
@@ -158,6 +159,17 @@ def test_two_caches_take_turns(client: ema.Pool) -> None:
             assert cache.report.remote_tokens
     for cache in caches:
         cache.close()
+
+
+def test_of_a_model_whose_weights_are_remote_too(budgeted: Budgeted, client: ema.Pool) -> None:
+    model, plain, cache = budgeted
+    prompt = prompt_of_model(model, tokens=40)
+    wanted = go_on(model, prompt, plain, 20)
+    ema.torch.stream(model, client, resident=0.0)
+    same(go_on(model, prompt, cache, 20), wanted)
+    assert cache.report.remote_tokens
+    cache.park()
+    ema.torch.unstream(model)
 
 
 # --- what is not one token after the other ---

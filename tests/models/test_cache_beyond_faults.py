@@ -24,6 +24,7 @@ from ema.transformers import ElasticCache
 from ema.transformers.budget import Size, plan
 from ema.transformers.rows import first, pack, rows_of, views_of
 from ema.transformers.slots import slots_for
+from ema_core import wire
 from ema_driver.sim.faults import LostGpu
 from models.caching import budget, model_of, per_token, prompt_of_model, small_budget, step, tries
 from models.test_cache import CACHE, equal, go_on, prompt_of, same, tensors
@@ -94,6 +95,17 @@ def test_too_little_even_for_the_slots(client: ema.Pool) -> None:
         with pytest.raises(ema.LimitReached, match="local"):
             go_on(one, prompt, cache, 100)
         assert cache.get_seq_length() >= 20
+
+
+def test_more_chunks_than_a_call_can_fetch(budgeted: Budgeted, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain, cache = budgeted
+    monkeypatch.setattr(wire, "MAX_COPIES", 7)
+    for one in (cache, plain):
+        step(model, one, 2, 20)
+    for _ in range(2):
+        with pytest.raises(ema.LimitReached, match=r"8 chunks of \d+ bytes; 7 are the most"):
+            step(model, cache, 2, 20)
+    equal(tensors(cache), tensors(plain))
 
 
 def test_gradients_are_refused(budgeted: Budgeted) -> None:

@@ -19,6 +19,7 @@ from ema.torch.order import order
 from ema.transformers.passage import Passage
 from ema.transformers.rows import Rows, size_of, views_of
 from ema.transformers.slots import Slots
+from ema_core import wire
 
 if TYPE_CHECKING:
     from ema.pool import Pool
@@ -78,6 +79,12 @@ class Beyond:
 
         Raises PoolFull, LimitReached, AgentLost, DataLost.
         """
+        copies = sum(-(-size // self._pool.chunk) for size in sizes.values())
+        if copies > wire.MAX_COPIES:
+            raise errors.LimitReached(
+                f"remote tokens would lie in {copies} chunks of {self._pool.chunk} bytes; {wire.MAX_COPIES} are the "
+                f"most that one call of the model can fetch: a pool of larger chunks holds more"
+            )
         if self._connection is None:
             self._connection = self._pool.another()
         self.check()
