@@ -7,7 +7,7 @@ import torch
 from ema import errors
 from ema.torch.handover import handover
 from ema.torch.memory import bytes_at
-from ema.transformers.parked import SLOT
+from ema.transformers.staging import SLOT
 
 if TYPE_CHECKING:
     from ema.pool import Pool

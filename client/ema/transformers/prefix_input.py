@@ -9,6 +9,7 @@ import transformers
 from transformers.cache_utils import DynamicLayer
 
 from ema import errors
+from ema.transformers.layer import Layer
 from ema.transformers.prefix_layout import Kind
 
 Tokens: TypeAlias = "torch.Tensor | Sequence[int]"
@@ -41,11 +42,12 @@ def keys_and_values(cache: transformers.Cache, layers: int, device: torch.device
     """Of each layer the keys, then the values: (1, heads, tokens, width)."""
     if not isinstance(cache, transformers.Cache):
         raise errors.BadInput("cache", repr(cache)[:80], "an ElasticCache or a DynamicCache")
-    full = [layer for layer in cache.layers if type(layer) is DynamicLayer and layer.is_initialized]
+    full = [layer for layer in cache.layers if type(layer) in (DynamicLayer, Layer) and layer.is_initialized]
     if len(full) != layers or len(cache.layers) != layers:
         what = f"of {len(cache.layers)} layers, {len(full)} of them with full attention and tokens"
         raise errors.BadInput("cache", what, f"of all {layers} layers of the config")
-    tensors = [t.detach() for layer in full for t in (layer.keys, layer.values)]
+    pairs = [layer.whole() if isinstance(layer, Layer) else (layer.keys, layer.values) for layer in full]
+    tensors = [t.detach() for pair in pairs for t in pair]
     for t in tensors:
         if t.dim() != _DIMENSIONS or t.shape[0] != 1:
             raise errors.BadInput("cache", f"of shape {tuple(t.shape)}", "of one sequence: (1, heads, tokens, width)")
