@@ -16,8 +16,8 @@ import ema.torch
 from ema.channel import Channel
 from ema.transformers import ElasticCache
 from ema.transformers import beyond as beyond_module
-from models.caching import ROWS, Watched, budget, count, model_of, per_token, prompt_of_model, small_budget, step
-from models.test_cache import CACHE, equal, go_on, prompt_of, same, tensors
+from models.budgets import ROWS, Watched, budget, count, model_of, per_token, prompt_of_model, small_budget, step
+from models.caches import CACHE, equal, go_on, prompt_of, same, tensors
 from nodes import Node
 
 torch.set_num_threads(1)

@@ -2,7 +2,6 @@
 
 import copy
 import random
-import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +17,6 @@ import transformers
 
 import ema
 from client.test_droppable import squeeze
-from client.test_failures import POOL, SIM, ema_up
 from ema.torch.poison import Poison
 from ema.transformers import ElasticCache
 from ema.transformers.budget import Size, plan
@@ -26,10 +24,11 @@ from ema.transformers.rows import first, pack, rows_of, views_of
 from ema.transformers.slots import slots_for
 from ema_core import wire
 from ema_driver.sim.faults import LostGpu
-from models.caching import budget, model_of, per_token, prompt_of_model, small_budget, step, tries
-from models.test_cache import CACHE, equal, go_on, prompt_of, same, tensors
-from models.test_stream_failures import interrupt
+from models.budgets import budget, model_of, per_token, prompt_of_model, small_budget, step, tries
+from models.caches import CACHE, equal, go_on, prompt_of, same, tensors
+from models.interrupts import interrupt
 from nodes import node, pool, sim, until
+from up import Up
 
 torch.set_num_threads(1)
 
@@ -165,42 +164,34 @@ def test_nobody_lends(tmp_path_factory: pytest.TempPathFactory, error: type[ema.
 
 
 def test_an_agent_that_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "pool.yaml").write_text(POOL)
-    (tmp_path / "sim.yaml").write_text(SIM)
-    agent = ema_up(tmp_path)
-    try:
-        with ema.connect(tmp_path / "client.sock", gpu=0, timeout=30.0) as client:
-            model = model_of(client)
-            prompt, local = prompt_of(client, tokens=40), budget(client, model, 24)
-            wanted = go_on(model, prompt, transformers.DynamicCache(config=model.config))
-            with ElasticCache(model.config, client, local=local) as cache:
-                go_on(model, prompt, cache)
-                tokens = cache.get_seq_length()
-                agent.send_signal(signal.SIGKILL)
-                agent.wait(10)
-                for use in (
-                    lambda: step(model, cache, 2),
-                    cache.park,
-                    lambda: tensors(cache),
-                    lambda: copy.deepcopy(cache),
-                ):
-                    with pytest.raises(ema.AgentLost):
-                        use()
-                agent = ema_up(tmp_path)
-                beyond = cache._beyond
-                assert beyond is not None
-                both = (client, beyond.connection)
-                until(lambda: all(c.session == 2 for c in both), within=30, saying="connected to the new agent")
-                for use in (lambda: step(model, cache, 2), cache.park):
-                    with pytest.raises(ema.AgentLost):
-                        use()
-                assert cache.get_seq_length() == tokens
-                cache.reset()
-                same(go_on(model, prompt, cache), wanted)
-                assert cache.report.remote_tokens
-    finally:
-        agent.terminate()
-        agent.wait(20)
+    with Up(tmp_path) as agent, ema.connect(agent.socket, gpu=0) as client:
+        model = model_of(client)
+        prompt, local = prompt_of(client, tokens=40), budget(client, model, 24)
+        wanted = go_on(model, prompt, transformers.DynamicCache(config=model.config))
+        with ElasticCache(model.config, client, local=local) as cache:
+            go_on(model, prompt, cache)
+            tokens = cache.get_seq_length()
+            agent.kill()
+            for use in (
+                lambda: step(model, cache, 2),
+                cache.park,
+                lambda: tensors(cache),
+                lambda: copy.deepcopy(cache),
+            ):
+                with pytest.raises(ema.AgentLost):
+                    use()
+            agent.start()
+            beyond = cache._beyond
+            assert beyond is not None
+            both = (client, beyond.connection)
+            until(lambda: all(c.session == 2 for c in both), within=30, saying="connected to the new agent")
+            for use in (lambda: step(model, cache, 2), cache.park):
+                with pytest.raises(ema.AgentLost):
+                    use()
+            assert cache.get_seq_length() == tokens
+            cache.reset()
+            same(go_on(model, prompt, cache), wanted)
+            assert cache.report.remote_tokens
 
 
 def test_a_gpu_that_is_lost(tmp_path_factory: pytest.TempPathFactory) -> None:

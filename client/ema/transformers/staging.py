@@ -15,7 +15,6 @@ from ema.torch.order import order
 if TYPE_CHECKING:
     from ema.pool import Pool
     from ema.region import Region
-    from ema.tickets import Ticket
     from ema.window import Slot
 
 SLOT: Final = 16 << 20
@@ -40,8 +39,7 @@ class Staging:
     """A connection to the agent, and two slots while something moves. Close it: that gives back all that it borrowed.
 
     Slots are waited for by the CPU, which can raise, and handed over in the order of torch's current stream: so bytes
-    that did not arrive are never copied into a tensor. The CPU waits for the end of copies, not for flags alone: a flag
-    that a stream is to change says nothing before the stream has come that far.
+    that did not arrive are never copied into a tensor.
     """
 
     def __init__(self, pool: "Pool") -> None:
@@ -65,12 +63,11 @@ class Staging:
 
         Raises OutOfMemory (no room for the slots), AgentLost, DataLost, Reclaimed, and what `move` raises.
         """
-        tickets: list[Ticket] = []
+        tickets = []
         with self._slots(slot_bytes, full=True) as slots:
             for number, piece in enumerate(pieces):
                 slot, seen = slots[number % 2]
-                if number > 1:
-                    tickets[number - 2].wait()
+                self._order.settle()  # the slot's last store may not have been handed over yet
                 slot.wait_empty()
                 piece.move(seen)
                 step = piece.region.step(slot, piece.at, piece.size)
@@ -86,14 +83,13 @@ class Staging:
         that were moved before that are as they should be.
         """
         before: Piece | None = None
-        tickets: list[Ticket] = []
         with self._slots(slot_bytes, full=False) as slots:
             for number, piece in enumerate(chain(pieces, (None,))):
                 if piece is not None:
-                    tickets.append(piece.region.fetch(piece.at, slots[number % 2][0], piece.size))
+                    piece.region.fetch(piece.at, slots[number % 2][0], piece.size)
                 if before is not None:
                     slot, seen = slots[(number - 1) % 2]
-                    tickets[number - 1].wait()
+                    self._order.settle()  # nor may its last use be over
                     slot.wait()
                     before.move(seen)
                     self._hand.emptied(slot)

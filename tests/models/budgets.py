@@ -1,4 +1,4 @@
-"""Caches beyond their local budget, for tests."""
+"""Models whose caches are soon beyond a local budget, and caches that are watched."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ import transformers
 import ema
 from ema.torch.memory import device_of
 from ema.transformers import ElasticCache
-from models.test_cache import CACHE
+from models.caches import CACHE
 from nodes import MIB
 
 ROWS = 2
