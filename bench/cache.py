@@ -2,8 +2,8 @@
 
 A decoder of Llama-3.1-8B's shape, random weights, whole GPU; the lender is the host over PCIe. Prompts have the median
 and the 90th percentile of a real trace's lengths. A request is preempted and goes on: its keys and values are parked
-and resumed (`ElasticCache`), or computed again. And a token is decoded with the cache local, and offloaded as
-transformers does it.
+and resumed (`ElasticCache`), or computed again. And a token is decoded with the cache local, offloaded as
+transformers does it, and beyond a local budget.
 """
 
 import json
@@ -26,6 +26,8 @@ from server import Server
 TRACE: Final = Path(__file__).parents[1] / "examples" / "traces" / "mooncake_conversation_1min.jsonl"
 TOKENS: Final = 16
 """Decoded for one figure."""
+LOCAL: Final = 0.6
+"""Of a request's bytes: the budget of a cache that goes on beyond it."""
 CONFIG: Final = transformers.LlamaConfig(
     hidden_size=4096,
     intermediate_size=14336,
@@ -86,7 +88,7 @@ def prompt(model: Any, pool: ema.Pool, link: float, length: int, which: str) -> 
         yield plain(f"{where}: resume", resume * 1e3, "ms")
         yield plain(f"{where}: resume, of the link's rate", 100 * bound / resume, "%")
         yield at_least(2, f"{where}: computed again, over park and resume", again / (park + resume), "x")
-        elastic = decode(model, cache)
+        elastic, size = decode(model, cache), cache.nbytes
     local = decode(model, prefill(transformers.DynamicCache(config=model.config)))
     offloaded = decode(model, prefill(transformers.DynamicCache(config=model.config, offloading=True)))
     yield plain(f"{where}: a token, DynamicCache", local * 1e3, "ms")
@@ -94,6 +96,13 @@ def prompt(model: Any, pool: ema.Pool, link: float, length: int, which: str) -> 
     yield plain(
         f"{where}: a token, transformers' offloaded cache, of DynamicCache's speed", 100 * local / offloaded, "%"
     )
+    with prefill(ElasticCache(model.config, pool, local=int(LOCAL * size))) as cache:
+        beyond, report = decode(model, cache), cache.report
+        bound = 100 * local / max(local, report.fetched_bytes / link)
+        part = 100 * report.remote_tokens / report.tokens
+        yield plain(f"{where}: remote tokens at a local budget of {100 * LOCAL:.0f} %", part, "%")
+        yield plain(f"{where}: a token with these, bound, of that speed", bound, "%")
+        yield plain(f"{where}: a token with these, ElasticCache, of that speed", 100 * local / beyond, "%")
     say(where)
 
 
