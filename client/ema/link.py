@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from ema.tickets import Ticket
     from ema.window import Window
 
+SETTLED: Final = 10.0
+"""Seconds that an agent may take to answer a connection."""
 BACKOFF: Final = (0.05, 2.0)
 """Seconds until the first and between later attempts to reach an agent that is gone."""
 
@@ -62,6 +64,9 @@ class Link(Terms):
         self.session = 0
         """Counts the agents that this pool has been connected to."""
         self._closed = self._reconnecting = False
+        self._ends = threading.Event()
+        """Set when the pool is closed: nobody connects anew."""
+        self._reconnector: threading.Thread | None = None
         self._broken: errors.EmaError | None = None
         self._retired: list[Words] = []
         """Pages of the agent before this one: threads may still look at them for a moment."""
@@ -272,12 +277,12 @@ class Link(Terms):
             if self._closed or self._reconnecting:
                 return
             self._reconnecting = True
-        threading.Thread(target=self._reconnect, name="ema-reconnect", daemon=True).start()
+            self._reconnector = threading.Thread(target=self._reconnect, name="ema-reconnect", daemon=True)
+            self._reconnector.start()
 
     def _reconnect(self) -> None:
         pause, most = BACKOFF
-        while not self._closed:
-            time.sleep(pause)
+        while not self._ends.wait(pause):
             pause = min(most, 2 * pause)
             try:
                 channel = Channel(self._path, self._hello, self._event, self._lost_agent)
@@ -293,8 +298,12 @@ class Link(Terms):
                 if channel.lost is None:
                     self._reconnecting = False
                     break
-        if self._closed:
-            self._channel.close()
+
+    def _stay_apart(self) -> None:
+        """The pool is closed: a connection that is being made just now is made first, and can then be closed too."""
+        self._ends.set()
+        if (thread := self._reconnector) is not None:
+            thread.join(SETTLED)
 
     def _event(self, message: wire.AgentMessage) -> None:
         if isinstance(message, wire.Moved):

@@ -202,6 +202,7 @@ class Pool(Link):
     def _close(self) -> None:
         with self._lock:
             self._closed = True
+        self._stay_apart()
         self.runs.finished = errors.EmaError("this pool is closed")
         self._channel.close()
         # Who waits looks up at least every SLICE seconds, and must not find its page gone.

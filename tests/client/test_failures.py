@@ -1,12 +1,15 @@
 """Agents that are killed, GPUs that are lost: what was lost is said before it can be used."""
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 import ema
+from ema.channel import Channel
 from ema_driver.sim.faults import LostGpu
-from nodes import node, pattern, pool, sim, until
+from nodes import SMALL, node, pattern, pool, sim, until
 from up import Up
 
 
@@ -67,3 +70,30 @@ def test_a_lost_gpu_costs_its_regions_and_no_others(tmp_path_factory: pytest.Tem
                     assert found == pattern(number, client.chunk)
         finally:
             it.observer.clear(fault)
+
+
+def test_a_pool_that_is_closed_while_it_connects_anew_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with node(tmp_path, SMALL) as it:
+        client = it.connect(0)
+        client.window(1, 4096 * 16)
+        begun, goes_on, adopt = threading.Event(), threading.Event(), client._adopt
+
+        def slow(channel: Channel) -> None:
+            begun.set()
+            assert goes_on.wait(10)
+            adopt(channel)
+
+        monkeypatch.setattr(client, "_adopt", slow)
+        it.stop()
+        it.start()
+        assert begun.wait(10)
+        closing = threading.Thread(target=client.close)
+        closing.start()
+        time.sleep(0.05)
+        goes_on.set()
+        closing.join(10)
+        assert not closing.is_alive()
+        it.until(lambda a: not a.sessions, saying="the connection that was being made is closed")
+        assert not any(t.name.startswith("ema-re") and t.is_alive() for t in threading.enumerate())
